@@ -1,0 +1,139 @@
+"""Stateless randomness: every random number is a function of (seed, position, purpose, index).
+
+Nothing is consumed, so nothing can get out of step: who guessed a token, how many guesses were
+rejected and which requests share the batch cannot change a number. The module knows nothing of
+models or drafters.
+
+A draw from weights w is the Gumbel-max trick in its exponential form: each token i of the support
+gets an arrival time E_i / w_i with E_i ~ Exp(1), and the earliest wins; P(i wins) = w_i / sum(w).
+argmin E_i / w_i equals argmax(log w_i + G_i) with G_i = -log E_i. Because E_i depends on the token
+and not on the support, two distributions that share the noise tend to pick the same token, which
+is what couples a drafter to its target (Daliri et al., arXiv 2408.07978). The first k arrivals are
+k draws without replacement.
+
+The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; output function "mix13" by
+Stafford), entered at a key that hashes seed, position and purpose.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+MAX_SEED = _MASK
+
+
+class Purpose(IntEnum):
+    """What a random number is for; numbers of different purposes are independent."""
+
+    TOKEN = 0  # the target's own draw at a position, and the residual draw of `reject` and `block`
+    DRAFT = 1  # a drafter's draw where it must be independent of the verifier's noise
+    ACCEPT = 2  # the accept or reject decision
+
+
+class Source(Protocol):
+    """Where verifiers and drafters get their random decisions from.
+
+    `Noise` is the one used in earnest; the law tests plug in a source that explores every branch.
+    """
+
+    def sample(
+        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+    ) -> list[int]:
+        """``count`` distinct tokens drawn without replacement, in order, from weights [V] >= 0.
+
+        Fewer are returned where the support is smaller.
+        """
+        ...
+
+    def accept(self, p: float, q: float, *, position: int, index: int) -> bool:
+        """True with probability min(1, p / q); never true for p = 0."""
+        ...
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's output function on a Python integer."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`_mix` on an array, in place."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The keyed noise of one request: a `Source` that is a pure function of its seed."""
+
+    seed: int
+
+    def uniform(
+        self, ids: npt.NDArray[np.int64], *, position: int, purpose: Purpose
+    ) -> npt.NDArray[np.float64]:
+        """Uniform numbers in the open interval (0, 1), one per id; 0 and 1 cannot occur."""
+        key = _mix((self.seed + _GAMMA) & _MASK)
+        key = _mix(((key ^ position) + _GAMMA) & _MASK)
+        key = _mix(((key ^ int(purpose)) + _GAMMA) & _MASK)
+        bits = ids.astype(np.uint64)
+        bits += np.uint64(1)
+        bits *= np.uint64(_GAMMA)
+        bits += np.uint64(key)
+        _mix_array(bits)
+        bits >>= np.uint64(11)
+        uniform = bits.astype(np.float64)
+        uniform += 0.5
+        uniform *= 2.0**-53
+        return uniform
+
+    def sample(
+        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+    ) -> list[int]:
+        weights = weights_V.detach().to("cpu").numpy()
+        if weights[top := int(weights.argmax())] == 1:
+            return [top]  # one-hot, as at temperature 0: no noise needed
+        ids = np.flatnonzero(weights)
+        arrival = self.uniform(ids, position=position, purpose=purpose)
+        np.log(arrival, out=arrival)
+        arrival /= weights if len(ids) == len(weights) else weights[ids]
+        if count == 1:
+            return [int(ids[np.argmax(arrival)])]  # arrival is -E / w: the largest comes first
+        first = np.argsort(-arrival, kind="stable")[:count]
+        return ids[first].tolist()
+
+    def accept(self, p: float, q: float, *, position: int, index: int) -> bool:
+        u = self.uniform(np.array([index]), position=position, purpose=Purpose.ACCEPT)[0]
+        return bool(u * q < p)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A source bound to one purpose: what a drafter is given to draw with."""
+
+    source: Source
+    purpose: Purpose
+
+    def sample(self, weights_V: Tensor, *, position: int, count: int = 1) -> list[int]:
+        """See `Source.sample`."""
+        return self.source.sample(
+            weights_V, position=position, purpose=self.purpose, count=count
+        )
+
+
+def fresh_seed() -> int:
+    """A seed for a request that gave none."""
+    return secrets.randbits(63)

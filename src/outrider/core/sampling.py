@@ -1,0 +1,335 @@
+"""From vocabulary logits to probabilities and tokens: the only place where that happens.
+
+Target and drafters call the same functions, so there is no second sampling path and a recorded `q`
+cannot differ from what was drawn. Everything works on one row [V] at a time: a row's result depends
+on that row alone, never on its neighbours in a batch. An architecture test keeps softmax, argmax
+and multinomial over the vocabulary inside this file.
+
+Order of the transforms: logits in float32 (float64 stays), logit bias, penalties along the path,
+forbidden tokens (bad words, ends before `min_tokens`), temperature, top-k, top-p, min-p, softmax.
+Ties at a truncation's edge are kept, so a result never depends on a sort's stability.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outrider.core.noise import MAX_SEED, Stream
+from outrider.errors import InvalidParameter, NonFiniteLogits
+
+MAX_LOGPROBS = 100
+_NUCLEUS_GUESS = 256  # top-p looks at this many tokens before it sorts the whole vocabulary
+
+
+def _require(ok: bool, name: str, value: object, remedy: str) -> None:
+    if not ok:
+        raise InvalidParameter(f"{name} is {value!r}; {remedy}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request asks of the sampler and of its end. Validated on construction.
+
+    Attributes:
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose mass reaches this.
+        min_p: keep tokens at least this fraction as likely as the likeliest.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in the
+            prompt or the output (Keskar et al., arXiv 1909.05858); 1 is off.
+        presence_penalty, frequency_penalty: subtracted once, or once per occurrence, from logits of
+            tokens seen in the output; 0 is off.
+        logit_bias: token id to a number added to its logit.
+        bad_words: token sequences that must not occur in the output.
+        stop_token_ids: tokens that end the output (kept in it), beside the model's own end tokens.
+        stop: strings that end the output (cut from the text).
+        ignore_eos: the model's own end tokens do not end the output.
+        min_tokens: no end token before this many output tokens.
+        max_tokens: at most this many output tokens.
+        seed: 0 .. 2**64 - 1; the same seed gives the same tokens. `None` takes a fresh one.
+        logprobs: give the log-probability of each output token and of this many likeliest others,
+            under the target's plain distribution (before any transform of this class).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int = 256
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        finite = math.isfinite
+        t = self.temperature
+        _require(finite(t) and t >= 0, "temperature", t, "use a finite number of at least 0")
+        _require(self.top_k >= 0, "top_k", self.top_k, "use 0 (off) or a positive count")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use a number in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use a number in [0, 1]")
+        r = self.repetition_penalty
+        _require(finite(r) and r > 0, "repetition_penalty", r, "use a finite number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(finite(value), name, value, "use a finite number")
+        for token, bias in self.logit_bias.items():
+            _require(not math.isnan(bias), f"logit_bias[{token}]", bias, "use a number")
+        _require(all(self.bad_words), "bad_words", self.bad_words, "remove the empty sequence")
+        _require(all(self.stop), "stop", self.stop, "remove the empty string")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1 token")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"use a number from 0 to max_tokens ({self.max_tokens})",
+        )
+        _require(
+            self.seed is None or 0 <= self.seed <= MAX_SEED,
+            "seed",
+            self.seed,
+            f"use an integer from 0 to {MAX_SEED}",
+        )
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            self.logprobs,
+            f"use an integer from 0 to {MAX_LOGPROBS}",
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            InvalidParameter: an id in `logit_bias`, `bad_words` or `stop_token_ids` is out of range.
+        """
+        named = {
+            "logit_bias": list(self.logit_bias),
+            "bad_words": [token for word in self.bad_words for token in word],
+            "stop_token_ids": list(self.stop_token_ids),
+        }
+        for name, ids in named.items():
+            for token in ids:
+                _require(
+                    0 <= token < vocab_size, name, token, f"use token ids below {vocab_size}"
+                )
+
+
+@dataclass(frozen=True)
+class History:
+    """What the sampler needs to know of a request's past, at one node of a tree.
+
+    `path` holds the guesses between the last committed token and the node, so penalties and
+    forbidden tokens inside a tree see exactly what plain decoding would have seen.
+    """
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+    ends: frozenset[int] = frozenset()
+    path: tuple[int, ...] = ()
+
+    def along(self, path: tuple[int, ...]) -> History:
+        """The same past, further down: with ``path`` guessed after the committed tokens."""
+        return replace(self, path=path)
+
+    def output_length(self) -> int:
+        return len(self.output) + len(self.path)
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Do output and path end with ``tokens``?"""
+        if len(tokens) > self.output_length():
+            return False
+        tail = (*self.output[-len(tokens) :], *self.path) if tokens else ()
+        return not tokens or tail[-len(tokens) :] == tuple(tokens)
+
+
+def _penalise(logits_V: Tensor, params: SamplingParams, history: History) -> None:
+    """Apply the three penalties in place."""
+    counts = Counter(history.output)
+    counts.update(history.path)
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*history.prompt, *counts}), dtype=torch.long)
+        values = logits_V[seen]
+        penalty = params.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if counts and (params.presence_penalty or params.frequency_penalty):
+        ids = torch.tensor(list(counts), dtype=torch.long)
+        times = torch.tensor(list(counts.values()), dtype=logits_V.dtype, device=logits_V.device)
+        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * times
+
+
+def _forbidden(params: SamplingParams, history: History) -> set[int]:
+    """The tokens that may not come next."""
+    forbidden = {word[-1] for word in params.bad_words if history.ends_with(word[:-1])}
+    if history.output_length() < params.min_tokens:
+        forbidden |= history.ends
+    return forbidden
+
+
+def _adjusted(logits_V: Tensor, params: SamplingParams, history: History) -> tuple[Tensor, int]:
+    """Logits after bias, penalties and forbidden tokens, and the index of the largest.
+
+    The given row is not changed; the result is float32, or float64 for float64 logits.
+
+    Raises:
+        NonFiniteLogits: the row holds NaN or +inf, or forbids every token.
+    """
+    adjusted = logits_V.to(torch.float32) if logits_V.dtype != torch.float64 else logits_V
+    touched = (
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.bad_words
+        or params.min_tokens
+    )
+    if touched:
+        adjusted = adjusted.clone()
+        for token, bias in params.logit_bias.items():
+            adjusted[token] += bias
+        _penalise(adjusted, params, history)
+        for token in _forbidden(params, history):
+            adjusted[token] = -math.inf
+    top = int(torch.argmax(adjusted))
+    peak = float(adjusted[top])
+    if not math.isfinite(peak):
+        what = "no token is allowed" if peak == -math.inf else f"the largest logit is {peak}"
+        raise NonFiniteLogits(
+            f"{what} at output token {history.output_length()}; "
+            "check the model's weights and dtype, or the request's bias and bad words"
+        )
+    return adjusted, top
+
+
+def _nucleus_edge(probs_V: Tensor, top_p: float) -> float:
+    """The smallest probability inside the nucleus of mass ``top_p``."""
+    size = probs_V.shape[0]
+    for count in (min(_NUCLEUS_GUESS, size), size):
+        ordered = torch.topk(probs_V, count).values
+        reached = torch.nonzero(torch.cumsum(ordered, 0) >= top_p)
+        if len(reached):
+            return float(ordered[reached[0, 0]])
+    return 0.0
+
+
+def distribution(logits_V: Tensor, params: SamplingParams, history: History) -> Tensor:
+    """The distribution [V] that a request draws its next token from.
+
+    Args:
+        logits_V: one row of raw logits; not changed.
+        params: the request's sampling parameters.
+        history: what came before this row, guesses included.
+
+    Returns:
+        Probabilities [V] in float32 (float64 for float64 logits), zero outside the support, one-hot
+        at temperature 0.
+
+    Raises:
+        NonFiniteLogits: the row holds NaN or +inf, or nothing is allowed.
+    """
+    adjusted, top = _adjusted(logits_V, params, history)
+    if params.temperature == 0:
+        probs = torch.zeros_like(adjusted)
+        probs[top] = 1.0
+        return probs
+    if 0 < params.top_k < adjusted.shape[0]:
+        edge = torch.topk(adjusted, params.top_k).values[-1]
+        adjusted = adjusted.masked_fill(adjusted < edge, -math.inf)
+    probs = torch.softmax((adjusted - adjusted[top]) / params.temperature, dim=-1)
+    edge_p = params.min_p * float(probs.max())
+    if params.top_p < 1:
+        edge_p = max(edge_p, _nucleus_edge(probs, params.top_p))
+    if edge_p > 0:
+        probs = probs.masked_fill(probs < edge_p, 0.0)
+        probs /= probs.sum()
+    return probs
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Tokens and the distribution [V] they were drawn from, in one piece so that they agree."""
+
+    tokens: tuple[int, ...]
+    q: Tensor
+
+
+def draw(
+    logits_V: Tensor,
+    params: SamplingParams,
+    history: History,
+    *,
+    stream: Stream,
+    position: int,
+    count: int = 1,
+) -> Draw:
+    """Draw ``count`` distinct tokens for ``position`` (without replacement, in order).
+
+    Raises:
+        NonFiniteLogits: as `distribution`.
+    """
+    q = distribution(logits_V, params, history)
+    return Draw(tuple(stream.sample(q, position=position, count=count)), q)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Likely next tokens, best first, with the drafter's probability of each. Never a `q`."""
+
+    tokens: tuple[int, ...]
+    probabilities: tuple[float, ...]
+
+
+def candidates(
+    logits_V: Tensor,
+    params: SamplingParams,
+    history: History,
+    *,
+    stream: Stream,
+    position: int,
+    count: int,
+) -> Candidates:
+    """The ``count`` best guesses as a function of context and noise, for the children of a node.
+
+    At temperature 0 these are the likeliest tokens. Above it they are the tokens that arrive first
+    under the noise of ``stream``: with the target's own noise they are what the target would pick if
+    it had the drafter's probabilities. They carry no `q`: verify them as chosen, not as drawn.
+
+    Raises:
+        NonFiniteLogits: as `distribution`.
+    """
+    if params.temperature == 0:
+        probs = distribution(logits_V, replace(params, temperature=1.0, top_k=count), history)
+        tokens = torch.topk(probs, min(count, probs.shape[0])).indices.tolist()
+    else:
+        probs = distribution(logits_V, params, history)
+        tokens = stream.sample(probs, position=position, count=count)
+    return Candidates(tuple(tokens), tuple(float(probs[token]) for token in tokens))
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of an emitted token and of the likeliest tokens, target's own."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
+    """Log-probabilities under the plain softmax of a row, before any transform."""
+    row = torch.log_softmax(logits_V.to(torch.float32), dim=-1)
+    top = torch.topk(row, min(count, row.shape[0]))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return TokenLogprobs(float(row[token]), tuple(pairs))
