@@ -55,7 +55,7 @@ class Source(Protocol):
         ...
 
     def accept(self, p: float, q: float, *, position: int, index: int) -> bool:
-        """True with probability min(1, p / q); never true for p = 0."""
+        """True with probability min(1, p / q); never true for p = 0 or q = 0."""
         ...
 
 
@@ -94,30 +94,40 @@ class Noise:
         bits *= np.uint64(_GAMMA)
         bits += np.uint64(key)
         _mix_array(bits)
-        bits >>= np.uint64(11)
+        bits >>= np.uint64(12)  # with 53 bits the added half would round, and 1 could occur
         uniform = bits.astype(np.float64)
         uniform += 0.5
-        uniform *= 2.0**-53
+        uniform *= 2.0**-52
         return uniform
 
     def sample(
         self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
     ) -> list[int]:
         weights = weights_V.detach().to("cpu").numpy()
-        if weights[top := int(weights.argmax())] == 1:
-            return [top]  # one-hot, as at temperature 0: no noise needed
-        ids = np.flatnonzero(weights)
-        arrival = self.uniform(ids, position=position, purpose=purpose)
-        np.log(arrival, out=arrival)
-        arrival /= weights if len(ids) == len(weights) else weights[ids]
-        if count == 1:
-            return [int(ids[np.argmax(arrival)])]  # arrival is -E / w: the largest comes first
-        first = np.argsort(-arrival, kind="stable")[:count]
-        return ids[first].tolist()
+        ids = np.flatnonzero(weights > 0)
+        if len(ids) > 1:  # one-hot, as at temperature 0, needs no noise
+            arrival = self.uniform(ids, position=position, purpose=purpose)
+            np.log(arrival, out=arrival)
+            with np.errstate(over="ignore"):  # a subnormal weight arrives at infinity
+                arrival /= weights if len(ids) == len(weights) else weights[ids]
+            ids = ids[_first(arrival, count)]
+        tokens: list[int] = ids.tolist()
+        return tokens
 
     def accept(self, p: float, q: float, *, position: int, index: int) -> bool:
         u = self.uniform(np.array([index]), position=position, purpose=Purpose.ACCEPT)[0]
-        return bool(u * q < p)
+        return bool(q > 0 and u * q < p)
+
+
+def _first(arrival: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
+    """Indices of the ``count`` first arrivals in order; times are negated, the largest is first."""
+    if count == 1:
+        return np.array([arrival.argmax()])
+    near = np.arange(len(arrival))
+    if count < len(arrival):
+        edge = np.partition(arrival, len(arrival) - count)[len(arrival) - count]
+        near = np.flatnonzero(arrival >= edge)
+    return near[np.argsort(-arrival[near], kind="stable")[:count]]
 
 
 @dataclass(frozen=True)
@@ -129,9 +139,7 @@ class Stream:
 
     def sample(self, weights_V: Tensor, *, position: int, count: int = 1) -> list[int]:
         """See `Source.sample`."""
-        return self.source.sample(
-            weights_V, position=position, purpose=self.purpose, count=count
-        )
+        return self.source.sample(weights_V, position=position, purpose=self.purpose, count=count)
 
 
 def fresh_seed() -> int:

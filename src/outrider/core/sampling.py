@@ -8,6 +8,9 @@ and multinomial over the vocabulary inside this file.
 Order of the transforms: logits in float32 (float64 stays), logit bias, penalties along the path,
 forbidden tokens (bad words, ends before `min_tokens`), temperature, top-k, top-p, min-p, softmax.
 Ties at a truncation's edge are kept, so a result never depends on a sort's stability.
+
+The arithmetic is NumPy's on the host: one row is too small to share among threads (waking them
+costs more than the work), and a sum split over threads would depend on how many there are.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,7 +29,15 @@ from outrider.core.noise import MAX_SEED, Stream
 from outrider.errors import InvalidParameter, NonFiniteLogits
 
 MAX_LOGPROBS = 100
-_NUCLEUS_GUESS = 256  # top-p looks at this many tokens before it sorts the whole vocabulary
+Row = npt.NDArray[np.floating]
+
+# Beyond these a float32 temperature would be 0 or infinite and forbidden tokens 0/0 or inf/inf;
+# within them the distribution is already one-hot or flat, to the last bit.
+_COLDEST, _HOTTEST = 1e-30, 1e30
+# The likeliest tokens are looked for within this of the peak (logits, then weights relative to the
+# peak's 1) before the whole vocabulary is sorted; the result is the same.
+_NEAR_LOGITS = (4.0, 12.0, math.inf)
+_NEAR_WEIGHTS = (1e-3, 1e-6, 0.0)
 
 
 def _require(ok: bool, name: str, value: object, remedy: str) -> None:
@@ -87,7 +100,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(finite(value), name, value, "use a finite number")
         for token, bias in self.logit_bias.items():
-            _require(not math.isnan(bias), f"logit_bias[{token}]", bias, "use a number")
+            _require(bias < math.inf, f"logit_bias[{token}]", bias, "use a number or -inf")
         _require(all(self.bad_words), "bad_words", self.bad_words, "remove the empty sequence")
         _require(all(self.stop), "stop", self.stop, "remove the empty string")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1 token")
@@ -114,7 +127,8 @@ class SamplingParams:
         """Refuse token ids that the model does not have.
 
         Raises:
-            InvalidParameter: an id in `logit_bias`, `bad_words` or `stop_token_ids` is out of range.
+            InvalidParameter: an id in `logit_bias`, `bad_words` or `stop_token_ids` is too large
+                or negative.
         """
         named = {
             "logit_bias": list(self.logit_bias),
@@ -123,9 +137,7 @@ class SamplingParams:
         }
         for name, ids in named.items():
             for token in ids:
-                _require(
-                    0 <= token < vocab_size, name, token, f"use token ids below {vocab_size}"
-                )
+                _require(0 <= token < vocab_size, name, token, f"use token ids below {vocab_size}")
 
 
 @dataclass(frozen=True)
@@ -156,18 +168,18 @@ class History:
         return not tokens or tail[-len(tokens) :] == tuple(tokens)
 
 
-def _penalise(logits_V: Tensor, params: SamplingParams, history: History) -> None:
+def _penalise(logits_V: Row, params: SamplingParams, history: History) -> None:
     """Apply the three penalties in place."""
     counts = Counter(history.output)
     counts.update(history.path)
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*history.prompt, *counts}), dtype=torch.long)
+        seen = np.array(sorted({*history.prompt, *counts}), dtype=np.int64)
         values = logits_V[seen]
         penalty = params.repetition_penalty
-        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if counts and (params.presence_penalty or params.frequency_penalty):
-        ids = torch.tensor(list(counts), dtype=torch.long)
-        times = torch.tensor(list(counts.values()), dtype=logits_V.dtype, device=logits_V.device)
+        logits_V[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if counts:
+        ids = np.array(list(counts), dtype=np.int64)
+        times = np.array(list(counts.values()), dtype=logits_V.dtype)
         logits_V[ids] -= params.presence_penalty + params.frequency_penalty * times
 
 
@@ -179,31 +191,30 @@ def _forbidden(params: SamplingParams, history: History) -> set[int]:
     return forbidden
 
 
-def _adjusted(logits_V: Tensor, params: SamplingParams, history: History) -> tuple[Tensor, int]:
-    """Logits after bias, penalties and forbidden tokens, and the index of the largest.
+def _adjusted(logits_V: Tensor, params: SamplingParams, history: History) -> tuple[Row, int]:
+    """Logits after bias, penalties and forbidden tokens, and the index of the (first) largest.
 
-    The given row is not changed; the result is float32, or float64 for float64 logits.
+    The given row is not changed, and the result may share its memory; it is float32, or float64
+    for float64 logits.
 
     Raises:
         NonFiniteLogits: the row holds NaN or +inf, or forbids every token.
     """
-    adjusted = logits_V.to(torch.float32) if logits_V.dtype != torch.float64 else logits_V
-    touched = (
-        params.logit_bias
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.bad_words
-        or params.min_tokens
+    dtype = torch.float64 if logits_V.dtype == torch.float64 else torch.float32
+    adjusted: Row = logits_V.detach().to("cpu", dtype).numpy()
+    penalised = (
+        params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
     )
-    if touched:
-        adjusted = adjusted.clone()
+    forbidden = _forbidden(params, history)
+    if penalised or forbidden or params.logit_bias:
+        adjusted = adjusted.copy()
         for token, bias in params.logit_bias.items():
             adjusted[token] += bias
-        _penalise(adjusted, params, history)
-        for token in _forbidden(params, history):
+        if penalised:
+            _penalise(adjusted, params, history)
+        for token in forbidden:
             adjusted[token] = -math.inf
-    top = int(torch.argmax(adjusted))
+    top = int(adjusted.argmax())  # NaN counts as the largest
     peak = float(adjusted[top])
     if not math.isfinite(peak):
         what = "no token is allowed" if peak == -math.inf else f"the largest logit is {peak}"
@@ -214,19 +225,27 @@ def _adjusted(logits_V: Tensor, params: SamplingParams, history: History) -> tup
     return adjusted, top
 
 
-def _nucleus_edge(probs_V: Tensor, top_p: float) -> float:
-    """The smallest probability inside the nucleus of mass ``top_p``."""
-    size = probs_V.shape[0]
-    for count in (min(_NUCLEUS_GUESS, size), size):
-        ordered = torch.topk(probs_V, count).values
-        reached = torch.nonzero(torch.cumsum(ordered, 0) >= top_p)
-        if len(reached):
-            return float(ordered[reached[0, 0]])
+def _kth_largest(values_V: Row, k: int, *, peak: float) -> float:
+    for distance in _NEAR_LOGITS:
+        near = values_V[values_V > peak - distance]
+        if len(near) >= k:
+            return float(np.partition(near, len(near) - k)[len(near) - k])
+    return -math.inf  # fewer than k tokens are allowed
+
+
+def _nucleus_edge(weights_V: Row, top_p: float) -> float:
+    """The smallest weight inside the nucleus of mass ``top_p``; the largest weight is 1."""
+    goal = top_p * float(weights_V.sum())
+    for least in _NEAR_WEIGHTS:
+        ordered = np.sort(weights_V[weights_V > least])[::-1]
+        reached = int(np.searchsorted(np.cumsum(ordered, dtype=np.float64), goal))
+        if reached < len(ordered):
+            return float(ordered[reached])
     return 0.0
 
 
 def distribution(logits_V: Tensor, params: SamplingParams, history: History) -> Tensor:
-    """The distribution [V] that a request draws its next token from.
+    """The distribution [V] that a request draws its next token from, on the host.
 
     Args:
         logits_V: one row of raw logits; not changed.
@@ -241,21 +260,44 @@ def distribution(logits_V: Tensor, params: SamplingParams, history: History) -> 
         NonFiniteLogits: the row holds NaN or +inf, or nothing is allowed.
     """
     adjusted, top = _adjusted(logits_V, params, history)
+    probs = np.zeros_like(adjusted)
     if params.temperature == 0:
-        probs = torch.zeros_like(adjusted)
-        probs[top] = 1.0
-        return probs
-    if 0 < params.top_k < adjusted.shape[0]:
-        edge = torch.topk(adjusted, params.top_k).values[-1]
-        adjusted = adjusted.masked_fill(adjusted < edge, -math.inf)
-    probs = torch.softmax((adjusted - adjusted[top]) / params.temperature, dim=-1)
-    edge_p = params.min_p * float(probs.max())
+        probs[top] = 1
+        return torch.from_numpy(probs)
+    peak = float(adjusted[top])
+    kept: npt.NDArray[np.intp] | slice = slice(None)
+    if 0 < params.top_k < len(adjusted):
+        kept = np.flatnonzero(adjusted >= _kth_largest(adjusted, params.top_k, peak=peak))
+    weights = _weights(adjusted[kept], peak=peak, temperature=params.temperature)
+    edge = params.min_p
     if params.top_p < 1:
-        edge_p = max(edge_p, _nucleus_edge(probs, params.top_p))
-    if edge_p > 0:
-        probs = probs.masked_fill(probs < edge_p, 0.0)
-        probs /= probs.sum()
-    return probs
+        edge = max(edge, _nucleus_edge(weights, params.top_p))
+    if edge > 0:
+        weights *= weights >= edge
+    weights /= weights.sum()
+    probs[kept] = weights
+    return torch.from_numpy(probs)
+
+
+def _weights(logits: Row, *, peak: float, temperature: float) -> Row:
+    """exp((logits - peak) / temperature): unnormalised probabilities, 1 at the peak."""
+    with np.errstate(over="ignore"):  # far below the peak: -inf, and a weight of 0
+        weights = logits - peak
+        weights /= min(max(temperature, _COLDEST), _HOTTEST)
+    np.exp(weights, out=weights)
+    return weights
+
+
+def _largest(values_V: Row, count: int) -> list[int]:
+    """The ids of the ``count`` largest values above -inf, best first, ties by id."""
+    count = min(count, len(values_V))
+    if count == 0:
+        return []
+    edge = _kth_largest(values_V, count, peak=float(values_V.max()))
+    ids = np.flatnonzero((values_V >= edge) & (values_V > -math.inf))
+    order = np.argsort(-values_V[ids], kind="stable")[:count]
+    best: list[int] = ids[order].tolist()
+    return best
 
 
 @dataclass(frozen=True)
@@ -303,19 +345,21 @@ def candidates(
 ) -> Candidates:
     """The ``count`` best guesses as a function of context and noise, for the children of a node.
 
-    At temperature 0 these are the likeliest tokens. Above it they are the tokens that arrive first
-    under the noise of ``stream``: with the target's own noise they are what the target would pick if
-    it had the drafter's probabilities. They carry no `q`: verify them as chosen, not as drawn.
+    At temperature 0 these are the likeliest tokens, with their probabilities at temperature 1.
+    Above it they are the tokens that arrive first under the noise of ``stream``: with the target's
+    own noise they are what the target would pick if it had the drafter's probabilities. They carry
+    no `q`: verify them as chosen, not as drawn.
 
     Raises:
         NonFiniteLogits: as `distribution`.
     """
     if params.temperature == 0:
-        probs = distribution(logits_V, replace(params, temperature=1.0, top_k=count), history)
-        tokens = torch.topk(probs, min(count, probs.shape[0])).indices.tolist()
-    else:
-        probs = distribution(logits_V, params, history)
-        tokens = stream.sample(probs, position=position, count=count)
+        adjusted, top = _adjusted(logits_V, params, history)
+        weights = _weights(adjusted, peak=float(adjusted[top]), temperature=1.0)
+        tokens, mass = _largest(adjusted, count), float(weights.sum())
+        return Candidates(tuple(tokens), tuple(float(weights[token]) / mass for token in tokens))
+    probs = distribution(logits_V, params, history)
+    tokens = stream.sample(probs, position=position, count=count)
     return Candidates(tuple(tokens), tuple(float(probs[token]) for token in tokens))
 
 
@@ -329,7 +373,6 @@ class TokenLogprobs:
 
 def logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
     """Log-probabilities under the plain softmax of a row, before any transform."""
-    row = torch.log_softmax(logits_V.to(torch.float32), dim=-1)
-    top = torch.topk(row, min(count, row.shape[0]))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return TokenLogprobs(float(row[token]), tuple(pairs))
+    row: Row = torch.log_softmax(logits_V.detach().to("cpu", torch.float32), dim=-1).numpy()
+    top = tuple((t, float(row[t])) for t in _largest(row, count))
+    return TokenLogprobs(float(row[token]), top)

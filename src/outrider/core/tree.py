@@ -56,6 +56,8 @@ class DraftTree:
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
                 raise InvalidTree(f"node {node} has parent {parent}; parents come before children")
+        if strange := [node for node in self.q if not 0 <= node < len(self.tokens)]:
+            raise InvalidTree(f"q rows hang from nodes {strange}; the tree has {len(self.tokens)}")
         if self.confidence is not None and len(self.confidence) != len(self.tokens):
             raise InvalidTree(
                 f"{len(self.confidence)} confidences for {len(self.tokens)} nodes; give one each"
@@ -74,7 +76,7 @@ class DraftTree:
         q: Mapping[int, Tensor] | None = None,
         confidence: Sequence[float] | None = None,
     ) -> DraftTree:
-        """A chain: ``tokens[0]`` is the root, each further token the only child of the one before."""
+        """A chain: ``tokens[0]`` is the root, each further token the child of the one before."""
         return cls(
             tuple(tokens),
             tuple(range(NO_PARENT, len(tokens) - 1)),
@@ -135,9 +137,12 @@ class DraftTree:
         ``q`` may only lose whole depths.
 
         Raises:
-            InvalidTree: a node is kept without its parent, or a tree with ``q`` loses single nodes.
+            InvalidTree: a node is kept without its parent or does not exist, or a tree with ``q``
+                loses single nodes.
         """
         kept = sorted({0, *nodes})
+        if kept[0] < 0 or kept[-1] >= len(self):
+            raise InvalidTree(f"cannot keep nodes {kept} of a tree of {len(self)}")
         new_index = {node: i for i, node in enumerate(kept)}
         if self.q:
             depth = max(self.depths[n] for n in kept)
@@ -146,7 +151,7 @@ class DraftTree:
         try:
             parents = tuple(NO_PARENT if n == 0 else new_index[self.parents[n]] for n in kept)
         except KeyError as missing:
-            raise InvalidTree(f"node {missing} is dropped while one of its children is kept") from None
+            raise InvalidTree(f"node {missing} is dropped while a child of it is kept") from None
         rows = {new_index[n]: row for n, row in self.q.items() if n in new_index}
         return DraftTree(
             tuple(self.tokens[n] for n in kept),
@@ -157,7 +162,7 @@ class DraftTree:
         )
 
     def cut(self, *, nodes: int, depth: int) -> DraftTree:
-        """The tree within a budget of ``nodes`` guesses and ``depth``, dropping the deepest first."""
+        """The tree within ``nodes`` guesses and ``depth``, dropping the deepest first."""
         if len(self) - 1 <= nodes and max(self.depths) <= depth:
             return self
         while depth > 0 and sum(0 < d <= depth for d in self.depths) > nodes and self.q:

@@ -44,7 +44,8 @@ class Rule(Protocol):
 
 def walk(tree: DraftTree, p: Rows, source: Source, *, start: int) -> Verdict:
     """Agreement: at every node, the target's draw decides. `q` is never read."""
-    node, path = 0, []
+    node = 0
+    path: list[int] = []
     while True:
         position = start + len(path)
         [token] = source.sample(p(node), position=position, purpose=Purpose.TOKEN)
@@ -81,7 +82,8 @@ def reject(tree: DraftTree, p: Rows, source: Source, *, start: int) -> Verdict:
     A node whose parent has no `q` row counts as drawn from a one-hot: it is accepted with
     probability p and struck from p otherwise.
     """
-    node, path = 0, []
+    node = 0
+    path: list[int] = []
     while True:
         position, taken, r = start + len(path), None, p(node)
         shared_q = tree.q.get(node)
@@ -142,7 +144,7 @@ def _block_accepts(
         return source.accept(survival[node], 1.0, position=position, index=node)
     q = tree.q.get(node, _one_hot(tree.tokens[node + 1], rows[node]))
     left = float((survival[node] * rows[node] - q).clamp(min=0).sum())
-    return source.accept(left, left + 1 - survival[node], position=position, index=node)
+    return source.accept(left, left + (1 - survival[node]), position=position, index=node)
 
 
 RULES: dict[str, Rule] = {"walk": walk, "reject": reject, "block": block}

@@ -59,15 +59,19 @@ class KVCache:
     def stage(self, slot: int, rows: int) -> int:
         """Reserve ``rows`` rows behind the committed ones; returns the index of the first.
 
-        Changes the cache. Raises:
+        Changes the cache.
+
+        Raises:
             InvalidParameter: rows are staged already, or the slot is full.
         """
         start = self.lengths[slot]
         if self.staged[slot]:
-            raise InvalidParameter(f"slot {slot} has {self.staged[slot]} staged rows; keep or drop them")
-        if start + rows > self.capacity:
             raise InvalidParameter(
-                f"slot {slot} needs {start + rows} positions; the cache holds {self.capacity}"
+                f"slot {slot} has {self.staged[slot]} staged rows; keep or drop them"
+            )
+        if rows < 0 or start + rows > self.capacity:
+            raise InvalidParameter(
+                f"slot {slot} cannot add {rows} rows to {start}; the cache holds {self.capacity}"
             )
         self.staged[slot] = rows
         return start
@@ -76,9 +80,13 @@ class KVCache:
         """Commit the staged ``rows`` (indices from 0, increasing) and drop the others.
 
         Changes the cache: kept rows move up behind the committed ones.
+
+        Raises:
+            InvalidParameter: a row was not staged, or the rows are not increasing.
         """
         start = self.lengths[slot]
-        if list(rows) != sorted(set(rows)) or (rows and not 0 <= rows[-1] < self.staged[slot]):
+        increasing = list(rows) == sorted(set(rows))
+        if not increasing or (rows and not 0 <= rows[0] <= rows[-1] < self.staged[slot]):
             raise InvalidParameter(f"cannot keep rows {list(rows)} of {self.staged[slot]} staged")
         moved = next((i for i, row in enumerate(rows) if row != i), len(rows))
         if moved < len(rows):
@@ -90,7 +98,11 @@ class KVCache:
         self.staged[slot] = 0
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all committed rows of a slot from ``length`` on. Changes the cache."""
+        """Forget all committed rows of a slot from ``length`` on. Changes the cache.
+
+        Raises:
+            InvalidParameter: fewer rows are committed, or rows are staged.
+        """
         if not 0 <= length <= self.lengths[slot] or self.staged[slot]:
             raise InvalidParameter(
                 f"cannot cut slot {slot} to {length}: {self.lengths[slot]} committed, "
