@@ -21,9 +21,15 @@ from outrider.core.tree import DraftTree
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter wants from the target: hidden states entering these layers."""
+    """What a drafter wants: hidden states entering these layers, and memory of its own.
+
+    Attributes:
+        layers: layers of the target; empty for most drafters.
+        memory_bytes: what it allocates beside its weights, for the engine's memory plan.
+    """
 
     layers: tuple[int, ...] = ()
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ class Target(Protocol):
         vocab_size, context_length: limits that requests are checked against.
         end_tokens: the model's own end-of-text tokens.
         cache_shape: what its cache needs per position.
+        device: where it computes.
+        weight_bytes: bytes of weights that a one-row pass reads.
         layers: number of layers; features may be asked of 0 .. layers (the last: the final state
             before the last norm).
     """
@@ -91,6 +93,8 @@ class Target(Protocol):
     context_length: int
     end_tokens: frozenset[int]
     cache_shape: CacheShape
+    device: torch.device
+    weight_bytes: int
     layers: int
 
     def new_cache(self, *, slots: int, length: int) -> KVCache:

@@ -107,6 +107,8 @@ class TableTarget:
         self.fingerprint = (
             f"table-{self.vocab_size}-{self.seed}-{self.order}-{self.sharpness}-{self.ripple}"
         )
+        self.device = torch.device("cpu")
+        self.weight_bytes = 8 * self.vocab_size**2
         self._table = Noise(self.seed)
 
     def new_cache(self, *, slots: int, length: int) -> KVCache:

@@ -1,0 +1,138 @@
+"""The names of drafters: where a word on the command line becomes an object.
+
+Deleting a drafter's file and its line in `BUILDERS` deletes the feature. Other packages add drafters
+through the entry-point group `outrider.drafters`: a callable with the signature of `Builder`.
+
+A spec is a name, with an argument behind a colon where the drafter takes one:
+``none``, ``ngram``, ``suffix``, ``draft_model:PATH``, ``replay:FILE``, ``hybrid`` (suffix and
+n-gram), ``hybrid:suffix+draft_model=PATH``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from outrider.drafters.base import Drafter
+from outrider.drafters.draft_model import (
+    DraftModelConfig,
+    DraftModelDrafter,
+    refuse_mismatch,
+    vocabulary_differences,
+)
+from outrider.drafters.hybrid import HybridDrafter, Member
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.none import NoneDrafter
+from outrider.drafters.replay import ReplayDrafter
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.errors import InvalidParameter
+from outrider.models.load import load_model
+from outrider.models.target import Target
+from outrider.models.tokenizer import Tokenizer
+
+ENTRY_POINTS = "outrider.drafters"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a drafter is built for.
+
+    Attributes:
+        target: the target that checks its guesses.
+        tokenizer: the target's tokenizer; `None` in tests that need none.
+        sequences: how many sequences run at once.
+        context: positions per sequence.
+    """
+
+    target: Target
+    tokenizer: Tokenizer | None = None
+    sequences: int = 1
+    context: int | None = None
+
+
+Builder = Callable[[str, Setting], Drafter]
+
+
+def _plain(make: Callable[[], Drafter]) -> Builder:
+    """A builder for a drafter that takes no argument."""
+
+    def build(argument: str, setting: Setting) -> Drafter:
+        drafter = make()
+        if argument:
+            raise InvalidParameter(f"drafter {drafter.name} takes no argument, got {argument!r}")
+        return drafter
+
+    return build
+
+
+def _draft_model(argument: str, setting: Setting) -> Drafter:
+    if not argument:
+        raise InvalidParameter("draft_model needs a model; write draft_model:PATH")
+    loaded = load_model(argument)
+    if setting.tokenizer is not None:
+        refuse_mismatch(
+            vocabulary_differences(
+                setting.tokenizer.pieces(),
+                loaded.tokenizer.pieces(),
+                target_ends=setting.target.end_tokens,
+                drafter_ends=loaded.target.end_tokens,
+            )
+        )
+    length = min(setting.context or setting.target.context_length, loaded.target.context_length)
+    config = DraftModelConfig(sequences=setting.sequences, length=length)
+    return DraftModelDrafter(loaded.target, config)
+
+
+def _replay(argument: str, setting: Setting) -> Drafter:
+    if not argument:
+        raise InvalidParameter("replay needs a recording; write replay:FILE")
+    return ReplayDrafter.load(Path(argument))
+
+
+def _hybrid(argument: str, setting: Setting) -> Drafter:
+    specs = [part.replace("=", ":", 1) for part in (argument or "suffix+ngram").split("+")]
+    return HybridDrafter([_member(spec, setting) for spec in specs])
+
+
+def _member(spec: str, setting: Setting) -> Member:
+    drafter = build_drafter(spec, setting)
+    cost = drafter.relative_cost(setting.target) if isinstance(drafter, DraftModelDrafter) else 0.0
+    return Member(drafter, cost)
+
+
+BUILDERS: dict[str, Builder] = {
+    "none": _plain(NoneDrafter),
+    "ngram": _plain(NgramDrafter),
+    "suffix": _plain(SuffixDrafter),
+    "draft_model": _draft_model,
+    "hybrid": _hybrid,
+    "replay": _replay,
+}
+
+
+def drafter_names() -> list[str]:
+    """Every name a spec may start with, plug-ins included."""
+    return sorted({*BUILDERS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def build_drafter(spec: str, setting: Setting) -> Drafter:
+    """Make the drafter that a spec names.
+
+    Raises:
+        InvalidParameter: unknown name, or an argument missing or too many.
+        DrafterMismatch: the draft model does not fit the target.
+        ModelError: the draft model cannot be loaded.
+    """
+    name, _, argument = spec.partition(":")
+    builder = BUILDERS.get(name)
+    if builder is None:
+        builder = next((p.load() for p in entry_points(group=ENTRY_POINTS, name=name)), None)
+    if builder is None:
+        names = drafter_names()
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
+        raise InvalidParameter(f"drafter {name!r} is unknown; {hint}")
+    return builder(argument, setting)

@@ -1,0 +1,61 @@
+"""The memory plan: computed before anything is allocated, refused with numbers if it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.errors import OutOfMemory
+
+RESERVE = 0.05  # of the free memory, left to everything that is not planned
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 2**20:,.0f} MB"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that an engine is about to allocate, and what is free.
+
+    Attributes:
+        cache: the target's keys and values.
+        drafters: what drafters allocate beside their weights.
+        logits: the largest pass's logits.
+        available: free memory on the device; 0 where it cannot be told.
+    """
+
+    cache: int
+    drafters: int
+    logits: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.cache + self.drafters + self.logits
+
+    def check(self, *, slots: int, context: int) -> None:
+        """Raises:
+        OutOfMemory: with the numbers and what to lower."""
+        if self.available and self.total > self.available * (1 - RESERVE):
+            raise OutOfMemory(
+                f"{slots} slots of {context} positions need {megabytes(self.total)} "
+                f"(cache {megabytes(self.cache)}, drafters {megabytes(self.drafters)}, logits "
+                f"{megabytes(self.logits)}), {megabytes(self.available)} are free; "
+                "lower the slots or the context"
+            )
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes on the device; 0 where it cannot be told."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
