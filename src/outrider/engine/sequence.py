@@ -16,14 +16,16 @@ from outrider.core.noise import Noise, Purpose, Stream, fresh_seed
 from outrider.core.sampling import History, SamplingParams, TokenLogprobs
 from outrider.drafters.base import SequenceView
 from outrider.errors import InvalidParameter
-from outrider.models.tokenizer import Detokenizer, TextDecoder
+from outrider.models.tokenizer import Detokenizer
 from outrider.records.step import StepRecord
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-class Decoder(TextDecoder, Protocol):
+class Decoder(Protocol):
     """What the engine needs of a tokenizer: ids to text."""
+
+    def decode(self, ids: SequenceOf[int]) -> str: ...
 
 
 @dataclass(frozen=True)
