@@ -1,0 +1,79 @@
+"""`outrider bench`: the flags of a benchmark; what it measures is up to `outrider.evaluate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli import options
+from outrider.cli.session import Session, check_drafter
+from outrider.errors import InvalidParameter
+
+
+def bench(
+    context: typer.Context,
+    target: Annotated[str, typer.Option(help="The model to measure.")] = options.DEFAULT_TARGET,
+    drafters: Annotated[
+        list[str] | None, typer.Option(help="Drafters to compare, by comma or repeated.")
+    ] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="builtin:NAME or a JSONL file, by comma or repeated."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many prompts of each.")] = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    rule: options.Rule = "walk",
+    repeats: Annotated[int, typer.Option(help="Measured runs of each prompt.")] = 3,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured to this file.")
+    ] = None,
+    records: options.Records = None,
+) -> None:
+    """Compare drafters on workloads: speed, acceptance, and whether the tokens are the same."""
+    from outrider.evaluate.bench import run_bench
+
+    session: Session = context.obj
+    names = split(drafters or ["none,ngram,suffix"])
+    workloads = split(workload or ["builtin:edit,builtin:chat"])
+    params = options.sampling(
+        temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
+    )
+    for name, value in (("--repeats", repeats), ("--limit", 1 if limit is None else limit)):
+        if value < 1:
+            raise InvalidParameter(f"{name} is {value}; use 1 or more")
+    for drafter in names:
+        check_drafter(drafter)
+    loaded = session.model(target, dtype=dtype, device=device, threads=threads)
+    report = run_bench(
+        loaded.target,
+        loaded.tokenizer,
+        drafters=names,
+        workloads=workloads,
+        limit=limit,
+        params=params,
+        rule=rule,
+        repeats=repeats,
+        records=records,
+        progress=lambda line: session.err.print(line, style="dim", markup=False),
+    )
+    session.out.print(report.to_text(), markup=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def split(values: Sequence[str]) -> list[str]:
+    """``["a,b", "c"]`` as ``["a", "b", "c"]``, each once."""
+    parts = [part.strip() for value in values for part in value.split(",")]
+    return list(dict.fromkeys(part for part in parts if part))

@@ -1,0 +1,268 @@
+"""`outrider demo`: five prompts, answered plainly and with speculation, compared token by token.
+
+Both answers come from the same engine and the same seed; the only difference is the drafter.
+Nothing is reused between them, so that each pays for its own prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli import options
+from outrider.cli.follow import follow
+from outrider.cli.render import REFRESH_PER_SECOND, PlainView, Summary, View
+from outrider.cli.session import Loaded, Session, check_drafter
+
+if TYPE_CHECKING:
+    from outrider.core.sampling import SamplingParams
+    from outrider.engine import Completion, Engine
+
+PLAIN = "none"
+
+
+@dataclass(frozen=True)
+class DemoPrompt:
+    """A prompt that stands for a kind of traffic."""
+
+    name: str
+    text: str
+    temperature: float = 0.0
+
+
+PROMPTS = (
+    DemoPrompt("chat", "Give three short tips for keeping houseplants alive.", temperature=0.7),
+    DemoPrompt(
+        "edit",
+        "Replace every 'cat' by 'dog' in this text and repeat the rest word by word:\n"
+        "The cat slept on the warm windowsill all morning. When the cat heard the postman, the cat "
+        "jumped down, ran to the door and waited. The postman knew the cat well and always brought "
+        "the cat a small biscuit from his bag.",
+    ),
+    DemoPrompt(
+        "extract",
+        "List every order below as 'number: item, city'.\n"
+        "Order 4411 is a walnut desk for Lisbon. Order 4412 is a reading lamp for Porto. "
+        "Order 4413 is a walnut shelf for Lisbon. Order 4414 is a desk chair for Faro.",
+    ),
+    DemoPrompt(
+        "code",
+        "Write a Python class Point with attributes x, y and z, and the methods add, subtract, "
+        "scale and to_dict.",
+    ),
+    DemoPrompt(
+        "agent",
+        "You call tools with JSON. Earlier calls:\n"
+        '{"tool": "read_file", "arguments": {"path": "src/app/main.py", "start": 1, "end": 40}}\n'
+        '{"tool": "read_file", "arguments": {"path": "src/app/server.py", "start": 1, "end": 40}}\n'
+        "Now write the calls that read lines 1 to 40 of src/app/client.py, src/app/router.py and "
+        "src/app/config.py, one per line.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt's two answers."""
+
+    name: str
+    plain: Completion
+    speculative: Completion
+
+    def first_difference(self) -> int | None:
+        """The index of the first output token that differs; `None` where all agree."""
+        ours, theirs = self.speculative.tokens, self.plain.tokens
+        for index in range(max(len(ours), len(theirs))):
+            if ours[index : index + 1] != theirs[index : index + 1]:
+                return index
+        return None
+
+
+def demo(
+    context: typer.Context,
+    target: Annotated[str, typer.Option(help="The model to run.")] = options.DEFAULT_TARGET,
+    drafter: options.Drafter = options.DEFAULT_DRAFTER,
+    max_tokens: options.MaxTokens = 96,
+    seed: options.Seed = 7,
+    threads: options.Threads = None,
+) -> None:
+    """Answer five prompts with and without speculation, and compare them token by token."""
+    session: Session = context.obj
+    params = options.sampling(temperature=0.0, max_tokens=max_tokens, seed=seed)
+    check_drafter(drafter)
+    loaded = session.model(target, threads=threads)
+    engine = session.engine(loaded, [drafter], reuse_prefix=False)
+    pairs = [run_pair(session, loaded, engine, params, prompt, drafter) for prompt in PROMPTS]
+    session.out.print()
+    session.out.print(results(pairs))
+    if not verdict(session.out, pairs, loaded):
+        raise typer.Exit(1)
+
+
+def run_pair(
+    session: Session,
+    loaded: Loaded,
+    engine: Engine,
+    params: SamplingParams,
+    prompt: DemoPrompt,
+    drafter: str,
+) -> Pair:
+    """Answer one prompt twice."""
+    asked = replace(params, temperature=prompt.temperature)
+    tokens = loaded.tokenizer.chat(options.messages(prompt.text, system=None))
+    session.out.print()
+    session.out.print(Text(f"{prompt.name}: {prompt.text}", style="bold"))
+    screen = screen_for(session.out, (PLAIN, drafter))
+    plain = answer(engine, tokens, asked, PLAIN, screen.view(0))
+    speculative = answer(engine, tokens, asked, drafter, screen.view(1))
+    screen.close()
+    return Pair(prompt.name, plain, speculative)
+
+
+def answer(
+    engine: Engine, tokens: Sequence[int], params: SamplingParams, drafter: str, view: View
+) -> Completion:
+    """One answer to its end.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted; half a comparison is worth nothing.
+    """
+    completion = follow(engine, tokens, params, drafter=drafter, view=view)
+    if completion.finish_reason == "cancelled":
+        raise KeyboardInterrupt
+    return completion
+
+
+def results(pairs: Sequence[Pair]) -> Table:
+    """The table of numbers."""
+    table = Table(title="The same tokens, in fewer target steps")
+    for column in ("prompt", "tokens", "plain\ntokens/s", "speculative\ntokens/s", "speed-up"):
+        table.add_column(column, justify="left" if column == "prompt" else "right")
+    for column in ("acceptance\nlength", "target steps\nsaved"):
+        table.add_column(column, justify="right")
+    for pair in pairs:
+        plain, ours = Summary.of(pair.plain), Summary.of(pair.speculative)
+        ratio = ours.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0
+        table.add_row(
+            pair.name,
+            str(ours.tokens),
+            f"{plain.tokens_per_s:.1f}",
+            f"{ours.tokens_per_s:.1f}",
+            f"{ratio:.2f}x",
+            f"{ours.acceptance_length:.2f}",
+            f"{ours.steps_saved} of {ours.tokens}",
+        )
+    return table
+
+
+def verdict(out: Console, pairs: Sequence[Pair], loaded: Loaded) -> bool:
+    """Say whether every pair agrees, and where the first difference is if one does not."""
+    agree = True
+    for pair in pairs:
+        index = pair.first_difference()
+        errors = [c.error for c in (pair.plain, pair.speculative) if c.error]
+        if errors:
+            out.print(f"FAILED: {pair.name}: {errors[0]}", markup=False)
+        elif index is not None:
+            plain, ours = (
+                loaded.tokenizer.decode(c.tokens[index : index + 1])
+                for c in (pair.plain, pair.speculative)
+            )
+            out.print(
+                f"DIFFERENT: {pair.name}, output token {index}: "
+                f"plain says {plain!r}, speculative says {ours!r}",
+                markup=False,
+            )
+        agree = agree and index is None and not errors
+    if agree:
+        total = sum(len(pair.plain.tokens) for pair in pairs)
+        out.print(f"Checked: all {total} tokens are the same with and without speculation.")
+    return agree
+
+
+class SequentialScreen:
+    """Off a terminal: one answer after the other, as plain lines."""
+
+    def __init__(self, console: Console, names: tuple[str, str]) -> None:
+        self._console = console
+        self._names = names
+
+    def view(self, side: int) -> View:
+        """Where the answer of this side goes."""
+        self._console.print(f"-- {self._names[side]}", markup=False)
+        return PlainView(self._console)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+class TwoColumns:
+    """On a terminal: both answers side by side as they grow."""
+
+    def __init__(self, console: Console, names: tuple[str, str]) -> None:
+        self._names = names
+        self._texts = ["", ""]
+        self._counts = [(0, 0), (0, 0)]
+        self._live = Live(
+            self._table(),
+            console=console,
+            refresh_per_second=REFRESH_PER_SECOND,
+            vertical_overflow="visible",
+        )
+        self._live.start()
+
+    def view(self, side: int) -> View:
+        """Where the answer of this side goes."""
+        return _Column(self, side)
+
+    def add(self, side: int, text: str, tokens: int) -> None:
+        """New text for one side."""
+        self._texts[side] += text
+        count, steps = self._counts[side]
+        self._counts[side] = (count + tokens, steps + (1 if tokens else 0))
+        self._live.update(self._table())
+
+    def close(self) -> None:
+        """Leave the final state on the screen."""
+        self._live.stop()
+
+    def _table(self) -> Table:
+        table = Table.grid(expand=True, padding=(0, 2))
+        table.add_column(ratio=1)
+        table.add_column(ratio=1)
+        table.add_row(*(self._column(side) for side in (0, 1)))
+        return table
+
+    def _column(self, side: int) -> Group:
+        count, steps = self._counts[side]
+        name = "plain" if self._names[side] == PLAIN else self._names[side]
+        return Group(
+            Text(f"{name}: {count} tokens in {steps} target steps", style="cyan"),
+            Text(self._texts[side]),
+        )
+
+
+class _Column:
+    """One side of `TwoColumns` as a `View`."""
+
+    def __init__(self, screen: TwoColumns, side: int) -> None:
+        self._screen = screen
+        self._side = side
+
+    def show(self, text: str, tokens: int) -> None:
+        self._screen.add(self._side, text, tokens)
+
+    def close(self) -> None:
+        pass
+
+
+def screen_for(console: Console, names: tuple[str, str]) -> SequentialScreen | TwoColumns:
+    """The screen that fits where standard output goes."""
+    return TwoColumns(console, names) if console.is_terminal else SequentialScreen(console, names)
