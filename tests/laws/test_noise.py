@@ -290,7 +290,7 @@ P = torch.tensor([0.40, 0.38, 0.12, 0.10])
 Q = torch.tensor([0.02, 0.30, 0.30, 0.38])
 
 
-def _first_tokens(purpose: Purpose, *, rule: Rule, number: int = 2500) -> Counter[object]:
+def _first_tokens(purpose: Purpose, *, rule: Rule, number: int = 5000) -> Counter[object]:
     """The first two tokens of steps with two guesses drawn under ``purpose``."""
     found: Counter[object] = Counter()
     for seed in range(number):
