@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.core.noise import MAX_SEED, Stream
+from outrider.core.noise import MAX_SEED, Noise, Purpose, Stream
 from outrider.errors import InvalidParameter, NonFiniteLogits
 
 MAX_LOGPROBS = 100
@@ -376,3 +376,34 @@ def logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
     row: Row = torch.log_softmax(logits_V.detach().to("cpu", torch.float32), dim=-1).numpy()
     top = tuple((t, float(row[t])) for t in _largest(row, count))
     return TokenLogprobs(float(row[token]), top)
+
+
+def margin(
+    logits_V: Tensor,
+    params: SamplingParams,
+    history: History,
+    *,
+    noise: Noise,
+    position: int,
+    tokens: tuple[int, int],
+) -> float | None:
+    """How close the choice between two tokens was, for judging near-ties.
+
+    At temperature 0 the gap of their logits after all transforms; above it the gap of their scores
+    log p + Gumbel noise, whose larger one wins the draw.
+
+    Returns:
+        The gap, at least 0; `None` where a truncation leaves one of them no probability.
+    """
+    if params.temperature == 0:
+        adjusted, _ = _adjusted(logits_V, params, history)
+        return abs(float(adjusted[tokens[0]]) - float(adjusted[tokens[1]]))
+    probs = distribution(logits_V, params, history)
+    weights = [float(probs[token]) for token in tokens]
+    if min(weights) == 0:
+        return None
+    uniform = noise.uniform(np.array(tokens), position=position, purpose=Purpose.TOKEN)
+    first, second = (
+        math.log(weight) - math.log(-math.log(u)) for weight, u in zip(weights, uniform, strict=True)
+    )
+    return abs(first - second)
