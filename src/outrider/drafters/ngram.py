@@ -109,7 +109,7 @@ class NgramIndex:
         Where they run into the present end, the copy goes on with its own guesses: text with a
         period keeps it. The period is the distance to the match.
         """
-        period = self.tokens[match.end :]
+        period = self.tokens[match.end : match.end + count]
         return [period[i % len(period)] for i in range(count)]
 
 

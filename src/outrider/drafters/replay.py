@@ -56,14 +56,18 @@ def save_recordings(path: Path, recordings: Iterable[Recording]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def load_recordings(path: Path, *, vocab_size: int) -> list[Recording]:
-    """Read a trace and check it against the target's vocabulary; empty lines are skipped.
+def load_recordings(path: Path, *, vocab_size: int | None = None) -> list[Recording]:
+    """Read a trace, and check it against the target's vocabulary where that is known.
+
+    Empty lines are skipped.
 
     Raises:
-        InvalidParameter: a line is not a recording, or holds a token that the target lacks; the
-            message gives file and line.
+        InvalidParameter: there is no such file, a line is not a recording, or holds a token that
+            the target lacks; the message gives file and line.
     """
     recordings = []
+    if not path.is_file():
+        raise InvalidParameter(f"the trace {path} does not exist; record one first")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -76,7 +80,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _parse(line: str, *, where: str, vocab_size: int) -> Recording:
+def _parse(line: str, *, where: str, vocab_size: int | None) -> Recording:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -92,9 +96,11 @@ def _parse(line: str, *, where: str, vocab_size: int) -> Recording:
     if not isinstance(tokens, list):
         raise InvalidParameter(f"{where}: tokens is {tokens!r}; use a list of token ids")
     for token in tokens:
-        if not _is_count(token) or token >= vocab_size:
+        if not _is_count(token):
+            raise InvalidParameter(f"{where}: token {token!r}; token ids are integers from 0 on")
+        if vocab_size is not None and token >= vocab_size:
             raise InvalidParameter(
-                f"{where}: token {token!r}; the target has ids 0 to {vocab_size - 1}, "
+                f"{where}: token {token}; the target has {vocab_size} tokens, "
                 "replay a trace that it recorded itself"
             )
     return Recording(sha, length, tuple(tokens))
@@ -120,6 +126,11 @@ class ReplayDrafter:
             key = (recording.prompt_sha, recording.prompt_tokens)
             self._recordings.setdefault(key, []).append(recording)
         self._states: dict[int, _State] = {}
+
+    @classmethod
+    def load(cls, path: Path, *, vocab_size: int | None = None) -> ReplayDrafter:
+        """The drafter of a trace on disk; errors as `load_recordings`."""
+        return cls(load_recordings(path, vocab_size=vocab_size))
 
     def __len__(self) -> int:
         """Sequences with state."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from outrider.core.tree import DraftTree
@@ -29,6 +30,7 @@ from outrider.drafters.suffix_tree import (
 from outrider.errors import InvalidParameter
 
 Shape = Literal["path", "tree"]
+NO_GUESS = Guess([], [], [], 0.0)
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,9 @@ class ResponseStore:
         while len(self._trees) > limit.max_tenants:
             self._trees.popitem(last=False)
 
-    def matches(self, tenant: str, context: Sequence[int]) -> Iterable[Location]:
-        """Where the newest tokens of ``context`` occur in the tenant's outputs, longest first."""
-        tree = self._trees.get(tenant)
-        return () if tree is None else tree.matches(context)
+    def tree(self, tenant: str) -> SharedTree | None:
+        """The tree of a tenant's outputs, if there are any."""
+        return self._trees.get(tenant)
 
     def tokens(self, tenant: str) -> int:
         """Tokens remembered for a tenant."""
@@ -161,27 +162,57 @@ class SuffixDrafter:
         known = state is not None and len(state.tree.text) == len(view.tokens)
         if state is None or not known or min(budget.nodes, budget.depth) < 1:
             return DraftTree.root_only(view.root)
-        text = state.tree.text
-        local = self._best(state.tree.matches(), view.ends, budget)
-        shared = self._best(self.store.matches(state.tenant, text), view.ends, budget)
-        best = shared if shared.score > local.score else local
+        best = self._local(state.tree, view.ends, budget)
+        shared = self._shared(state, view.ends, budget)
+        if shared.score > best.score:
+            best = shared
         return DraftTree(
             (view.root, *best.tokens),
             (-1, *(parent + 1 for parent in best.parents)),
             confidence=(1.0, *best.confidence),
         )
 
-    def _best(self, matches: Iterable[Location], ends: frozenset[int], budget: NodeBudget) -> Guess:
-        """The best guess over all match lengths; of equally good ones, that of the longest."""
-        best = Guess([], [], [], 0.0)
-        for match in matches:  # longest first
-            count = min(budget.nodes, self.config.allowance(match.length))
-            if count <= best.score:
-                break  # a score is at most the number of tokens, and shorter ones get fewer
-            guess = self._guess_from(match, count, ends, budget.depth)
-            if guess.score > best.score:
-                best = guess
+    def _local(self, tree: GrowingTree, ends: frozenset[int], budget: NodeBudget) -> Guess:
+        return self._best(tree.longest_match(), tree.locate, ends, budget)
+
+    def _shared(self, state: _State, ends: frozenset[int], budget: NodeBudget) -> Guess:
+        tree = self.store.tree(state.tenant)
+        if tree is None:
+            return NO_GUESS
+        context = tuple(state.tree.text[-self.config.depth :])
+        return self._best(tree.longest_match(context), partial(tree.locate, context), ends, budget)
+
+    def _best(
+        self,
+        longest: int,
+        locate: Callable[[int], Location],
+        ends: frozenset[int],
+        budget: NodeBudget,
+    ) -> Guess:
+        """The best guess over all match lengths; of equally good ones, that of the longest.
+
+        A score is at most the number of tokens, so lengths that may draft the most come first and
+        those that cannot win any more are never looked at.
+        """
+        config = self.config
+        counts = {
+            length: min(budget.nodes, config.allowance(length)) for length in range(longest, 0, -1)
+        }
+        bounds = {length: self._bound(length, count, budget) for length, count in counts.items()}
+        best, best_length = NO_GUESS, 0
+        for length in sorted(bounds, key=lambda n: (-bounds[n], -n)):
+            if bounds[length] < best.score or bounds[length] == 0:
+                break
+            if bounds[length] == best.score and length < best_length:
+                continue
+            guess = self._guess_from(locate(length), counts[length], ends, budget.depth)
+            if (guess.score, length) > (best.score, best_length):
+                best, best_length = guess, length
         return best
+
+    def _bound(self, length: int, count: int, budget: NodeBudget) -> int:
+        """The most that a match of ``length`` can score: the tokens of the longest path."""
+        return min(count, budget.depth, self.config.depth - length)
 
     def _guess_from(self, match: Location, count: int, ends: frozenset[int], depth: int) -> Guess:
         floor = self.config.min_probability

@@ -247,11 +247,14 @@ class GrowingTree:
         node.through = lower.count
         node.likeliest = lower
 
-    def matches(self) -> Iterator[Location]:
-        """Where the newest tokens occurred before with something after them, longest first."""
-        longest = len(self._nodes)
-        for i, (node, position) in enumerate(zip(self._nodes, self._positions, strict=True)):
-            yield Location(node, position, longest - i)
+    def longest_match(self) -> int:
+        """How many of the newest tokens occurred before with something after them, at most
+        ``depth`` - 1."""
+        return len(self._nodes)
+
+    def locate(self, length: int) -> Location:
+        """Where the newest ``length`` tokens, 1 .. `longest_match`, occurred before."""
+        return Location(self._nodes[-length], self._positions[-length], length)
 
 
 class SharedTree:
@@ -356,30 +359,37 @@ class SharedTree:
         below.newest -= size
         parent.children[below.text[below.start]] = below
 
-    def matches(self, context: Sequence[int]) -> Iterator[Location]:
-        """Where suffixes of ``context`` (shorter than itself) occur, longest first."""
+    def longest_match(self, context: Sequence[int]) -> int:
+        """The length of the longest suffix of ``context``, shorter than it, that occurs.
+
+        At most ``depth`` - 1. All shorter suffixes occur too, so doubling and halving find it.
+        """
         own = tuple(context[-self.depth :])
-        most = min(self.depth - 1, len(context) - 1)
-        found: dict[int, Location | None] = {}
-
-        def occurs(length: int) -> bool:
-            found[length] = self._locate(own, length)
-            return found[length] is not None
-
-        # A suffix occurs if a longer one does: double the length, then halve the interval.
+        most = min(self.depth, len(own)) - 1
         known, missing = 0, 1
-        while missing <= most and occurs(missing):
+        while missing <= most and self._find(own, missing) is not None:
             known, missing = missing, missing * 2
         missing = min(missing, most + 1)
         while missing - known > 1:
             middle = (known + missing) // 2
-            known, missing = (middle, missing) if occurs(middle) else (known, middle)
-        for length in range(known, 0, -1):
-            location = found[length] if length in found else self._locate(own, length)
-            if location is not None:
-                yield location
+            if self._find(own, middle) is not None:
+                known = middle
+            else:
+                missing = middle
+        return known
 
-    def _locate(self, context: tuple[int, ...], length: int) -> Location | None:
+    def locate(self, context: Sequence[int], length: int) -> Location:
+        """Where the last ``length`` tokens, 1 .. `longest_match`, of ``context`` occur.
+
+        Raises:
+            LookupError: they do not occur.
+        """
+        location = self._find(tuple(context[-length:]), length)
+        if location is None:
+            raise LookupError(f"the last {length} tokens do not occur; ask longest_match first")
+        return location
+
+    def _find(self, context: tuple[int, ...], length: int) -> Location | None:
         node, at = self.root, len(context) - length
         while True:
             child = node.children.get(context[at])
