@@ -40,7 +40,8 @@ def bench(
     records: options.Records = None,
 ) -> None:
     """Compare drafters on workloads: speed, acceptance, and whether the tokens are the same."""
-    from outrider.evaluate.bench import run_bench
+    from outrider.evaluate.bench import BenchPlan, run_bench
+    from outrider.evaluate.workloads import load_workload
 
     session: Session = context.obj
     names = split(drafters or ["none,ngram,suffix"])
@@ -53,22 +54,27 @@ def bench(
             raise InvalidParameter(f"{name} is {value}; use 1 or more")
     for drafter in names:
         check_drafter(drafter)
+    for spec in workloads:
+        load_workload(spec, limit=limit)  # refuse a wrong one before a model is loaded
     loaded = session.model(target, dtype=dtype, device=device, threads=threads)
+    plan = BenchPlan(
+        drafters=tuple(names),
+        workloads=tuple(workloads),
+        params=params,
+        limit=limit,
+        repeats=repeats,
+        rule=rule,
+    )
     report = run_bench(
         loaded.target,
         loaded.tokenizer,
-        drafters=names,
-        workloads=workloads,
-        limit=limit,
-        params=params,
-        rule=rule,
-        repeats=repeats,
+        plan,
         records=records,
         progress=lambda line: session.err.print(line, style="dim", markup=False),
     )
     session.out.print(report.to_text(), markup=False)
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        options.write_file(json_file, json.dumps(report.to_dict(), indent=2) + "\n")
     if not report.ok:
         raise typer.Exit(1)
 

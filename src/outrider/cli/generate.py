@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -76,7 +75,8 @@ def generate(
     completion = follow(engine, tokens, params, drafter=drafter, view=view)
     report(session, completion, as_json=as_json)
     if records is not None:
-        write_records(records, completion)
+        lines = [json.dumps(step.to_dict()) + "\n" for step in completion.steps]
+        options.write_file(records, "".join(lines))
     finish(completion)
 
 
@@ -104,21 +104,6 @@ def as_object(completion: Completion, summary: Summary) -> dict[str, Any]:
         "drafter": completion.drafter,
         "summary": summary.to_dict(),
     }
-
-
-def write_records(path: Path, completion: Completion) -> None:
-    """One JSON line per step.
-
-    Raises:
-        InvalidParameter: the file cannot be written.
-    """
-    lines = [json.dumps(step.to_dict()) + "\n" for step in completion.steps]
-    try:
-        path.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise InvalidParameter(
-            f"records file {path} cannot be written: {error.strerror}; choose another path"
-        ) from error
 
 
 def finish(completion: Completion) -> None:

@@ -23,6 +23,8 @@ from outrider.cli.models import models
 from outrider.cli.session import Session
 from outrider.errors import OutriderError
 
+VERBS = (demo, generate, chat, bench, models, doctor)
+
 app = typer.Typer(
     help="Speculative decoding that does not change a single token.",
     no_args_is_help=True,
@@ -30,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # errors are one plain line, help is plain text
 )
-for verb in (demo, generate, chat, bench, models, doctor):
+for verb in VERBS:
     app.command()(verb)
 
 

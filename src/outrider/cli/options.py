@@ -41,7 +41,7 @@ Context = Annotated[
 ]
 Dtype = Annotated[
     str,
-    typer.Option(help="auto, int8, float32 or bfloat16; auto takes what is fast and exact here."),
+    typer.Option(help="auto, bf16, fp16 or fp32; auto takes what this processor computes in."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[
@@ -160,4 +160,18 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise InvalidParameter(
             f"prompt file {name} is not UTF-8 (byte {error.start}); convert it to UTF-8"
+        ) from error
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that the user named.
+
+    Raises:
+        InvalidParameter: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidParameter(
+            f"{path} cannot be written: {error.strerror}; choose another path"
         ) from error

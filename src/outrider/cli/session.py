@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from outrider.models.target import Target
     from outrider.models.tokenizer import Tokenizer
 
-ProgressCallback = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, float], None]
+"""Told the stage and how much of it is done, 0 to 1."""
 
 
 class Loaded(Protocol):
@@ -133,8 +134,8 @@ def check_drafter(spec: str) -> None:
     name, known = spec.partition(":")[0], list(drafter_names())
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of: {', '.join(known)}"
-        raise InvalidParameter(f"unknown drafter {name!r}; {hint}")
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
+        raise InvalidParameter(f"drafter {name!r} is unknown; {hint}")
 
 
 class LoadProgress(AbstractContextManager["LoadProgress"]):
@@ -159,9 +160,11 @@ class LoadProgress(AbstractContextManager["LoadProgress"]):
         self._bar.start()
         return self
 
-    def update(self, what: str, done: int, total: int) -> None:
+    def update(self, stage: str, done: float) -> None:
         """The loader's callback."""
-        self._bar.update(self._task, description=what, completed=done, total=total)
+        self._bar.update(
+            self._task, description=f"loading {self._spec}: {stage}", completed=done, total=1.0
+        )
 
     def __exit__(
         self,
