@@ -261,6 +261,16 @@ class TestRequest:
             RequestRecord.from_dict(data)
 
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "records.md"
+
+
+@pytest.mark.parametrize("record", [RequestRecord, AcceptanceRecord, StepRecord, RunManifest])
+def test_every_field_is_documented(record: type[RequestRecord]) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    names = {f.name for f in fields(record)} - {"acceptance"}  # lies flat in the file
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
 class TestManifest:
     def test_round_trip_and_finish(self) -> None:
         made = run_manifest(

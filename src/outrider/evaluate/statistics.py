@@ -195,8 +195,8 @@ class TimingSummary:
     Attributes:
         ttft_ms, tpot_ms, e2e_ms: over the requests without error that have the number.
         stream_tokens_per_s: 1000 / TPOT of each request: excludes the time to the first token.
-        draft_ms_per_step, verify_ms_per_step, host_ms_per_step: sums over requests divided by
-            their steps, hence right for requests that ran side by side as well.
+        draft_ms_per_step, verify_ms_per_step, host_ms_per_step: means of the whole step's time over
+            the steps that requests sat in: a step shared by three requests counts three times.
         peak_memory_bytes: the largest seen.
     """
 
