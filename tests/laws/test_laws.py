@@ -165,6 +165,20 @@ def test_block_takes_chosen_and_mixed_chains() -> None:
         assert_exact(lambda source, r=rule, n=node: run(source, n, r), p, 3)
 
 
+@pytest.mark.parametrize("rule", [walk, reject, block], ids=["walk", "reject", "block"])
+def test_single_precision_is_exact_to_its_rounding(rule: Rule) -> None:
+    """Also where p and q differ by rounding only, so that the residual is noise."""
+    p = table(23, 3)
+    for q in (table(123, 3), p, lambda context: 0.999999 * p(context) + 1e-6 / 3):
+
+        def run(source: Source, q: Table = q) -> tuple[int, ...]:
+            single = lambda context: q(context).float()  # noqa: E731
+            tree = drawn((-1, 0, 1), single, source, without_replacement=False)
+            return emit(tree, lambda context: p(context).float(), source, rule)
+
+        assert total_variation(completed(law(run), p, 3), target_law(p, 3)) < 1e-6
+
+
 # ---- Several steps under keyed noise ----
 
 

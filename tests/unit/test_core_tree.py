@@ -63,7 +63,8 @@ def test_a_drawn_tree_is_cut_by_whole_depths(tree: DraftTree, nodes: int, depth:
     cut = drawn.cut(nodes=nodes, depth=depth)
     assert len(cut) - 1 <= nodes
     left = max(cut.depths)
-    assert left <= depth
+    fitting = [d for d in tree.depths if d <= depth]
+    assert left == max(d for d in fitting if sum(0 < other <= d for other in fitting) <= nodes)
     assert len(cut) == sum(d <= left for d in tree.depths)
     for node in range(len(cut)):
         if cut.children(node):
