@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -19,7 +20,16 @@ from outrider.drafters.suffix_tree import (
 )
 from outrider.errors import InvalidParameter
 
-TEXT = st.lists(st.integers(0, 2), max_size=40)
+
+def shuffled(seed: int, longest: int) -> list[int]:
+    """A text from a seed: generated lists are mostly short and plain, these are neither."""
+    rng = random.Random(seed)
+    return [rng.randrange(3) for _ in range(rng.randint(longest // 2, longest))]
+
+
+SEED = st.integers(0, 2**32)
+TEXT = st.one_of(st.lists(st.integers(0, 2), max_size=40), SEED.map(lambda s: shuffled(s, 60)))
+SHORT = st.one_of(st.lists(st.integers(0, 2), max_size=14), SEED.map(lambda s: shuffled(s, 16)))
 DEPTH = st.integers(2, 9)
 
 
@@ -158,7 +168,7 @@ def test_the_growing_tree_counts_like_a_scan(text: list[int], depth: int) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.one_of(st.none(), st.lists(st.integers(0, 2), max_size=14)), max_size=10),
+    st.lists(st.one_of(st.none(), SHORT), max_size=10),
     st.lists(st.integers(0, 2), min_size=1, max_size=12),
     DEPTH,
 )
@@ -187,6 +197,27 @@ def check_shared(tree: SharedTree, live: list[list[int]]) -> None:
             assert node.count >= max(1, node.through)
             assert node.text in texts
             assert len(node.children) != 1 or node.through < node.count
+
+
+def test_a_text_that_ends_inside_a_label_renews_the_guess() -> None:
+    tree = SharedTree(8)
+    for text in ([1, 2, 3, 5], [1, 2, 3, 6]):
+        tree.insert(text)
+    context = [0, 1, 2, 3]
+    guess = guess_path(tree.locate(context, 3), count=1, min_probability=0.1, ends=())
+    assert guess.tokens == [6]
+    tree.insert([1, 2])
+    guess = guess_path(tree.locate([0, 1, 2], 2), count=2, min_probability=0.1, ends=())
+    assert guess.tokens == [3, 6]
+
+
+@pytest.mark.parametrize("length", range(1, 12))
+def test_a_match_is_shorter_than_its_context(length: int) -> None:
+    tree = SharedTree(9)
+    text = list(range(length))
+    tree.insert(text)
+    assert tree.longest_match(text) == min(length - 1, 8)
+    assert tree.longest_match([99, *text]) == min(length, 8)
 
 
 def test_an_emptied_tree_is_empty() -> None:

@@ -235,13 +235,9 @@ class GrowingTree:
         lower = Node(self.text, position, node.stop, count=node.count)
         lower.children, lower.through = node.children, node.through
         lower.likeliest = node.likeliest
-        for i in range(active, len(self._nodes)):
-            if self._nodes[i] is not node:
-                continue
-            if self._positions[i] > position:
-                self._nodes[i] = lower
-            else:
-                lower.count -= 1  # it has come in above and not got here yet
+        # Suffixes in this node end in it at their own length, so the shorter ones end further up:
+        # they and this one have come in above and do not get to the lower part.
+        lower.count -= sum(other is node for other in self._nodes[active:])
         node.stop = position
         node.children = {self.text[position]: lower}
         node.through = lower.count
