@@ -1,0 +1,75 @@
+// The C interface: plain structures that Python fills through ctypes. Nothing here knows torch.
+//
+// Every pointer is borrowed for the length of a call, except those in a `Model`, which must outlive
+// it. Sizes are in elements. All floats are fp32 unless a field says otherwise.
+#pragma once
+#include <cstdint>
+
+namespace outrider {
+
+enum Kind : int32_t {
+  kFloat32 = 0,
+  kBfloat16 = 1,
+  kInt8 = 2,         // one scale per output column
+  kInt4Groups = 3,   // groups of 32 along K, scale and minimum (fp16): w = scale * q + minimum
+  kInt8Groups = 4,   // groups of 32 along K, scale (fp16): w = scale * q
+};
+
+constexpr int kBlock = 32;  // output columns that are packed and computed together
+constexpr int kGroup = 32;  // values along K that share a scale in the grouped kinds
+
+// A packed weight [N, K]. The layout of `data` is said in pack.cpp.
+struct Matrix {
+  int32_t kind;
+  int32_t n;        // output columns, without padding
+  int32_t k;        // inputs, without padding
+  int32_t reserved;
+  const void* data;
+  const float* scale;           // kInt8: [blocks * 32]
+  const int32_t* compensation;  // kInt8: [blocks * 32], 128 * sum of the column
+};
+
+struct Layer {
+  const float* attention_norm;  // [width]
+  const float* mlp_norm;        // [width]
+  const float* query_norm;      // [head_dim] or null
+  const float* key_norm;        // [head_dim] or null
+  const float* qkv_bias;        // [(heads + 2 * kv_heads) * head_dim] or null
+  Matrix qkv;                   // rows: queries, keys, values
+  Matrix output;
+  Matrix gate_up;               // columns interleaved: 16 of the gate, 16 of the up projection
+  Matrix down;
+};
+
+struct Model {
+  int32_t layers, width, heads, kv_heads, head_dim, mlp, vocab, rotary_dim, positions;
+  float epsilon, attention_scale;
+  const Layer* layer;      // [layers]
+  const float* final_norm; // [width]
+  const uint16_t* embedding; // [vocab, width] bf16
+  const float* cosine;     // [positions, rotary_dim / 2]
+  const float* sine;
+  Matrix head;
+};
+
+// The rows of one sequence: `prefix` rows that see all before them, then the nodes of a tree.
+struct Segment {
+  int32_t slot, cached, first_row, rows, prefix;
+  int32_t chain;  // 1: every row sees all rows before it
+};
+
+struct Pass {
+  int32_t rows, segments, logit_rows, feature_layers, threads;
+  const int32_t* tokens;      // [rows]
+  const int32_t* parents;     // [rows] tree rows: parent's index in the tree, -1 for its root
+  const Segment* segment;     // [segments]
+  const int32_t* logit_row;   // [logit_rows] increasing
+  const int32_t* feature;     // [feature_layers] increasing
+  uint16_t* keys;             // bf16; position rows of head_dim are contiguous
+  uint16_t* values;
+  int64_t layer_stride, slot_stride, head_stride;
+  float* logits;              // [logit_rows, vocab]
+  float* features;            // [rows, feature_layers, width]
+};
+
+}  // namespace outrider

@@ -1,0 +1,282 @@
+// The functions that Python calls: dispatch, buffers, and the plan of a pass.
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "pack.h"
+#include "pass.h"
+#include "pool.h"
+
+namespace outrider {
+
+#if defined(OUTRIDER_AVX512)
+extern const Kernels kernels_avx512;
+#endif
+#if defined(OUTRIDER_AVX2)
+extern const Kernels kernels_avx2;
+#endif
+
+namespace {
+
+const Kernels* find_kernels(const char* name) {
+#if defined(OUTRIDER_AVX512)
+  bool vnni = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+              __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  if (vnni && (!name || !std::strcmp(name, "avx512"))) return &kernels_avx512;
+#endif
+#if defined(OUTRIDER_AVX2)
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2 && (!name || !std::strcmp(name, "avx2"))) return &kernels_avx2;
+#endif
+  (void)name;
+  return nullptr;
+}
+
+const Kernels*& chosen() {
+  static const Kernels* one = find_kernels(nullptr);
+  return one;
+}
+
+int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// One growing block of memory that a pass cuts into buffers.
+class Arena {
+ public:
+  ~Arena() { std::free(base_); }
+  void begin() { used_ = 0; }
+  template <class T>
+  void take(T*& pointer, int64_t count) {
+    pointer = reinterpret_cast<T*>(base_ + used_);
+    used_ += up(count * (int64_t)sizeof(T) + 64, 64);  // slack: 16 lanes are read at the end
+  }
+  // True when everything taken since begin() fits; else grows, and the caller takes again.
+  bool fits() {
+    if (used_ <= size_) return true;
+    std::free(base_);
+    size_ = up(used_, 4096);
+    base_ = static_cast<char*>(std::aligned_alloc(4096, (size_t)size_));
+    if (!base_) {
+      size_ = 0;
+      throw std::bad_alloc();
+    }
+    return false;
+  }
+
+ private:
+  char* base_ = nullptr;
+  int64_t size_ = 0, used_ = 0;
+};
+
+void take_acts(Arena& arena, ActsBuffer& acts, int64_t rows, int64_t k, bool floats, bool halves) {
+  int64_t ld = up(k, 64);
+  arena.take(acts.bytes, rows * ld);
+  arena.take(acts.scale, rows);
+  arena.take(acts.sums, rows * (ld / kGroup));
+  arena.take(acts.halves, halves ? rows * ld : 0);
+  arena.take(acts.floats, floats ? rows * ld : 0);
+}
+
+}  // namespace
+
+// A model and the buffers of its passes. Passes of one plan take turns.
+struct Plan {
+  Model model;
+  std::vector<Layer> layers;
+  std::mutex turn;
+  Arena arena;
+  std::vector<RowPath> path;
+  std::vector<int32_t> past;
+  std::vector<AttentionTile> tiles;
+  std::vector<int32_t> tile_bound;
+  std::vector<ThreadBuffers> threads;
+
+  // The cache rows that each row sees, in the order of their positions.
+  void find_paths(const Pass& pass) {
+    path.assign((size_t)pass.rows, RowPath{});
+    past.clear();
+    std::vector<size_t> start((size_t)pass.rows);
+    for (int s = 0; s < pass.segments; s++) {
+      const Segment& segment = pass.segment[s];
+      int base = segment.cached + segment.prefix;
+      for (int i = 0; i < segment.rows; i++) {
+        int row = segment.first_row + i, node = i - segment.prefix;
+        start[row] = past.size();
+        if (segment.chain || node < 0) {
+          path[row] = {s, segment.cached + i + 1, segment.cached + i + 1, nullptr};
+          continue;
+        }
+        int parent = pass.parents[row];
+        if (parent >= 0) {
+          int above = segment.first_row + segment.prefix + parent;
+          int depth = path[above].visible - base;
+          for (int d = 0; d < depth; d++) past.push_back(past[start[above] + d]);
+        }
+        past.push_back(base + node);
+        path[row] = {s, base + (int)(past.size() - start[row]), base, nullptr};
+      }
+    }
+    for (int row = 0; row < pass.rows; row++)
+      if (path[row].plain < path[row].visible) path[row].past = past.data() + start[row];
+  }
+
+  // Cuts all (row, head) pairs into tiles, and the tiles into equal shares of work.
+  void cut_tiles(const Pass& pass, int count) {
+    int group = model.heads / model.kv_heads;
+    int largest = group < kTilePairs ? kTilePairs / group * group : kTilePairs;
+    int64_t total = 0;
+    for (const RowPath& p : path) total += (int64_t)p.visible * model.heads;
+    tiles.clear();
+    tile_bound.assign(1, 0);
+    int64_t done = 0;
+    for (int s = 0; s < pass.segments; s++)
+      for (int kv = 0; kv < model.kv_heads; kv++) {
+        const Segment& segment = pass.segment[s];
+        int first = 0, pairs = segment.rows * group;
+        for (int i = 0; i < pairs; i++) {
+          done += path[segment.first_row + i / group].visible;
+          bool share_full = (int)tile_bound.size() < count &&
+                            done * count >= total * (int64_t)tile_bound.size();
+          if (i + 1 - first == largest || i + 1 == pairs || share_full) {
+            tiles.push_back({s, kv, first, i + 1 - first});
+            first = i + 1;
+          }
+          if (share_full) tile_bound.push_back((int32_t)tiles.size());
+        }
+      }
+    while ((int)tile_bound.size() <= count) tile_bound.push_back((int32_t)tiles.size());
+    tile_bound[(size_t)count] = (int32_t)tiles.size();
+  }
+
+  void take_buffers(Job& job, const Pass& pass, int count) {
+    int64_t rows = pass.rows, attention = (int64_t)model.heads * model.head_dim;
+    int64_t widest = model.width > model.mlp ? model.width : model.mlp;
+    widest = widest > attention ? widest : attention;
+    bool floats = false, halves = false;
+    auto look = [&](const Matrix& m) {
+      floats |= m.kind == kFloat32;
+      halves |= m.kind == kBfloat16;
+    };
+    look(model.head);
+    for (const Layer& l : layers) look(l.qkv), look(l.output), look(l.gate_up), look(l.down);
+    threads.resize((size_t)count);
+    do {
+      arena.begin();
+      arena.take(job.hidden, rows * model.width);
+      arena.take(job.qkv, rows * (attention + 2 * (int64_t)model.kv_heads * model.head_dim));
+      arena.take(job.mixed, rows * attention);
+      arena.take(job.gated, rows * model.mlp);
+      take_acts(arena, job.acts, rows, widest, floats, halves);
+      for (ThreadBuffers& t : threads) {
+        take_acts(arena, t.acts, rows < job.alone_rows ? rows : job.alone_rows, widest, floats,
+                  halves);
+        arena.take(t.row, up(widest, 64));
+        arena.take(t.keys, (int64_t)model.head_dim * 16);
+        arena.take(t.scores, kTilePairs * up(job.most_visible, 16));
+      }
+    } while (!arena.fits());
+  }
+
+  void run(const Pass& pass) {
+    std::lock_guard<std::mutex> guard(turn);
+    int count = pass.threads < 1 ? 1 : pass.threads > kMostThreads ? kMostThreads : pass.threads;
+    find_paths(pass);
+    cut_tiles(pass, count);
+    Job job{};
+    job.model = &model;
+    job.pass = &pass;
+    job.path = path.data();
+    job.tile = tiles.data();
+    job.alone_rows = count == 1 ? pass.rows : 2;
+    for (const RowPath& p : path)
+      job.most_visible = job.most_visible > p.visible ? job.most_visible : p.visible;
+    take_buffers(job, pass, count);
+    job.tile_bound = tile_bound.data();
+    job.thread = threads.data();
+    run_region(count, chosen()->pass, &job);
+  }
+};
+
+}  // namespace outrider
+
+using namespace outrider;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Every function returns 0, or 1 when memory ran out.
+template <class Body>
+static int guarded(Body&& body) {
+  try {
+    body();
+    return 0;
+  } catch (...) {
+    return 1;
+  }
+}
+
+EXPORT int outrider_abi_version() { return 1; }
+
+// The instruction set in use, or an empty string where there is none for this machine.
+EXPORT const char* outrider_isa() { return chosen() ? chosen()->name : ""; }
+
+// For tests: use another instruction set of this machine. 0 when it cannot be used.
+EXPORT int outrider_use_isa(const char* name) {
+  const Kernels* found = find_kernels(name[0] ? name : nullptr);
+  if (found) chosen() = found;
+  return found != nullptr;
+}
+
+EXPORT void outrider_pin_workers(int on) { pin_workers(on != 0); }
+
+EXPORT int64_t outrider_packed_bytes(int32_t kind, int64_t n, int64_t k) {
+  return packed_bytes(kind, n, k);
+}
+EXPORT void outrider_pack_float32(const float* w, int64_t n, int64_t k, float* out) {
+  pack_float32(w, n, k, out);
+}
+EXPORT void outrider_pack_bfloat16(const uint16_t* w, int64_t n, int64_t k, uint16_t* out) {
+  pack_bfloat16(w, n, k, out);
+}
+EXPORT void outrider_pack_int8(const int8_t* w, int64_t n, int64_t k, int8_t* out,
+                               int32_t* compensation) {
+  pack_int8(w, n, k, out, compensation);
+}
+EXPORT void outrider_pack_int4_groups(const uint8_t* q, const uint16_t* scale,
+                                      const uint16_t* minimum, int64_t n, int64_t k,
+                                      uint8_t* out) {
+  pack_int4_groups(q, scale, minimum, n, k, out);
+}
+EXPORT void outrider_pack_int8_groups(const int8_t* w, const uint16_t* scale, int64_t n, int64_t k,
+                                      uint8_t* out) {
+  pack_int8_groups(w, scale, n, k, out);
+}
+
+// y[rows, n] = x[rows, k] w^T
+EXPORT int outrider_linear(const Matrix* w, const float* x, int64_t ldx, int32_t rows, float* y,
+                           int64_t ldy, int32_t threads) {
+  return guarded([&] {
+    Arena arena;
+    LinearJob job{w, x, y, ldx, ldy, rows, {}};
+    do {
+      arena.begin();
+      take_acts(arena, job.acts, rows, w->k, true, true);
+    } while (!arena.fits());
+    run_region(threads, chosen()->linear, &job);
+  });
+}
+
+EXPORT Plan* outrider_plan_new(const Model* model) {
+  Plan* plan = new (std::nothrow) Plan;
+  if (!plan) return nullptr;
+  plan->model = *model;
+  plan->layers.assign(model->layer, model->layer + model->layers);
+  plan->model.layer = plan->layers.data();
+  return plan;
+}
+EXPORT void outrider_plan_free(Plan* plan) { delete plan; }
+
+EXPORT int outrider_plan_run(Plan* plan, const Pass* pass) {
+  return guarded([&] { plan->run(*pass); });
+}

@@ -1,0 +1,154 @@
+"""Weights in few bits, and what a linear layer with them computes: the native kernels' slow twins.
+
+Each kind says how a weight matrix is stored and how a product with it is defined, down to the order
+of roundings where the kernel's result is a fixed function of it. The module knows nothing of
+packing, threads or models.
+
+Shapes: M rows, K inputs, N outputs, G groups of 32 along K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class FloatWeight:
+    """fp32 or bf16 values [N, K]. A bf16 weight sees activations rounded to bf16."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """Symmetric int8 with one scale per output: w = scale · q, |q| <= 127.
+
+    Attributes:
+        q: int8 [N, K].
+        scale: fp32 [N].
+    """
+
+    q: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.q.shape
+
+
+@dataclass(frozen=True)
+class Int8GroupsWeight:
+    """int8 in groups of 32 along K, as GGUF's Q8_0: w = scale · q.
+
+    Attributes:
+        q: int8 [N, K].
+        scale: fp16 [N, G].
+    """
+
+    q: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.q.shape
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """4 bits in groups of 32 along K, as GGUF's Q4_1 (and Q4_0): w = scale · q + minimum.
+
+    Attributes:
+        q: uint8 [N, K], 0 to 15.
+        scale, minimum: fp16 [N, G].
+    """
+
+    q: Tensor
+    scale: Tensor
+    minimum: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.q.shape
+
+
+Weight = FloatWeight | Int8Weight | Int8GroupsWeight | Int4Weight
+
+
+def to_int8(weight_NK: Tensor) -> Int8Weight:
+    """Round to int8, scale = max |w| / 127 per output."""
+    weight = weight_NK.float()
+    scale = weight.abs().amax(1) / 127.0
+    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+    q = (weight * inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return Int8Weight(q, scale)
+
+
+def to_int4(weight_NK: Tensor) -> Int4Weight:
+    """Round to 4 bits, from the smallest to the largest value of every group of 32."""
+    groups = _groups(weight_NK.float())
+    low, high = groups.amin(2), groups.amax(2)
+    scale = ((high - low) / 15.0).half()
+    minimum = low.half()
+    step = scale.float()
+    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
+    q = ((groups - minimum.float()[..., None]) * inverse[..., None]).round_().clamp_(0, 15)
+    inputs = weight_NK.shape[1]
+    return Int4Weight(q.flatten(1)[:, :inputs].to(torch.uint8).contiguous(), scale, minimum)
+
+
+def _groups(x_NK: Tensor) -> Tensor:
+    """[N, G, 32], zeros behind the end."""
+    return F.pad(x_NK, (0, -x_NK.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+
+
+def dense(weight: Weight) -> Tensor:
+    """The fp32 values [N, K] that a weight stands for."""
+    match weight:
+        case FloatWeight(values=values):
+            return values.float()
+        case Int8Weight(q=q, scale=scale):
+            return q.float() * scale[:, None]
+        case Int8GroupsWeight(q=q, scale=scale):
+            spread = scale.float().repeat_interleave(GROUP, 1)[:, : q.shape[1]]
+            return q.float() * spread
+        case Int4Weight(q=q, scale=scale, minimum=minimum):
+            spread = scale.float().repeat_interleave(GROUP, 1)[:, : q.shape[1]]
+            lift = minimum.float().repeat_interleave(GROUP, 1)[:, : q.shape[1]]
+            return q.float() * spread + lift
+
+
+def quantise_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations as int8 [M, K] and fp32 scales [M]: scale = max |x| / 127 of the row."""
+    most = x_MK.abs().amax(1)
+    inverse = torch.where(most > 1e-30, 127.0 / most, torch.zeros_like(most))
+    q = (x_MK * inverse[:, None]).round_().to(torch.int8)
+    return q, most / 127.0
+
+
+def linear(x_MK: Tensor, weight: Weight) -> Tensor:
+    """x Wᵀ [M, N] in fp32, as the kernels define it.
+
+    For `Int8Weight` the kernels give these very bits; the grouped kinds add their groups in order
+    (the twin: in fp64), the float kinds add over K in order.
+    """
+    match weight:
+        case FloatWeight(values=values):
+            x = x_MK.to(values.dtype).double()
+            return (x @ values.double().T).float()
+        case Int8Weight(q=q, scale=scale):
+            xq, xs = quantise_rows(x_MK)
+            dots = (xq.double() @ q.double().T).float()  # exact: below 2^53, rounded once
+            return dots * scale[None] * xs[:, None]
+        case _:
+            xq, xs = quantise_rows(x_MK)
+            return ((xq.double() @ dense(weight).double().T) * xs.double()[:, None]).float()
