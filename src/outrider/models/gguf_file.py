@@ -185,8 +185,8 @@ def _tensor(
 
 def _halves(values: Tensor, heads: int) -> Tensor:
     """Undo the reordering for interleaved rotation: entry pairs become two halves of a head."""
-    pairs = values.unflatten(0, (heads, -1, 2))
-    return pairs.transpose(1, 2).flatten(0, 2)
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return pairs.transpose(1, 2).reshape(values.shape)
 
 
 def _config(
@@ -372,7 +372,7 @@ def _write_weights(
     if len(shards) == 1:
         os.rename(folder / "0.part", folder / SINGLE)
         return
-    homes = {}
+    homes: dict[str, str] = {}
     for index, names in enumerate(shards):
         final = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
         os.rename(folder / f"{index}.part", folder / final)

@@ -94,9 +94,7 @@ def load_model(
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
     folder = find_folder(str(spec), progress)
-    config = ModelConfig.from_hf(read_json(folder / "config.json"))
-    tensors = TensorFolder(folder)
-    check_shapes(config, tensors.shapes, source=str(folder))
+    config, tensors = open_folder(folder)
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
@@ -116,6 +114,18 @@ def load_model(
         end_tokens=tokenizer.end_tokens,
     )
     return LoadedModel(target, tokenizer, str(spec), folder, kind)
+
+
+def open_folder(folder: Path) -> tuple[ModelConfig, TensorFolder]:
+    """The config and the tensors of a model folder, checked against each other.
+
+    Raises:
+        ModelError: the first thing that is missing, damaged, unexpected or unsupported.
+    """
+    config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    tensors = TensorFolder(folder)
+    check_shapes(config, tensors.shapes, source=str(folder))
+    return config, tensors
 
 
 def _fingerprint(folder: Path, tensors: TensorFolder, tokenizer: Tokenizer, kind: str) -> str:

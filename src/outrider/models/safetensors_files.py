@@ -61,7 +61,7 @@ class TensorFolder:
 
     def _open(self, path: Path) -> None:
         try:
-            opened = safe_open(path, framework="pt")
+            opened: Any = safe_open(path, framework="pt")
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 if name in self._homes:
                     raise ModelError(f"{path}: tensor {name!r} is in another shard as well")

@@ -80,7 +80,7 @@ class Tokenizer:
         return list(self._inner.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens give none, an unfinished character shows as U+FFFD."""
+        """The text of ``ids``; special tokens give none, broken UTF-8 shows as U+FFFD."""
         text: Any = self._inner.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

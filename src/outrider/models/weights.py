@@ -27,7 +27,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Norm weights are ready to multiply with; `None` where the layer has no such norm.
+    """One layer. Norm weights are fp32 and ready to multiply with, `None` for a norm it lacks.
 
     Attributes:
         qkv: D -> (heads + 2 kv_heads) · H, queries first.
@@ -54,6 +54,14 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Linear
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrices that a one-row pass reads."""
+        matrices = [self.head]
+        for layer in self.layers:
+            matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        return sum(m.inputs * m.outputs for m in matrices) * self.embedding.dtype.itemsize
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -151,8 +159,8 @@ def build_weights(
         return read(name).to(device=device, dtype=dtype)
 
     def norm(name: str, repeats: int = 0) -> Tensor:
-        weight = read(name).to(device)
-        weight = 1.0 + weight.float() if config.norm_adds_one else weight.to(dtype)
+        weight = read(name).to(device, torch.float32)
+        weight = 1.0 + weight if config.norm_adds_one else weight
         return weight.expand(repeats, -1) if repeats else weight
 
     embedding = get(EMBEDDING)
