@@ -159,6 +159,17 @@ def test_long_rows_flat_and_peaked_equal_the_reference(
     assert got == pytest.approx(reference(row.tolist(), params, EMPTY), abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_logits_are_widened_exactly(dtype: torch.dtype) -> None:
+    row = (9 * torch.randn(2, 3001, generator=torch.Generator().manual_seed(3))).to(dtype)
+    row[0, :3] = torch.tensor([-math.inf, -0.0, 1e-40])
+    for view in (row[0], row[1], row.T[7], row[:, ::2][1]):
+        params = SamplingParams(temperature=0.9)
+        wide = distribution(view.float(), params, EMPTY)
+        assert wide.dtype == torch.float32
+        assert torch.equal(distribution(view, params, EMPTY), wide)
+
+
 # ---- Edges ----
 
 

@@ -168,6 +168,16 @@ class History:
         return not tokens or tail[-len(tokens) :] == tuple(tokens)
 
 
+def _host(logits_V: Tensor) -> Row:
+    """The row on the host in float32 (float64 stays); may share the tensor's memory."""
+    row = logits_V.detach().cpu()
+    if row.dtype == torch.bfloat16:  # NumPy has none; it is the upper half of a float32
+        halves = row.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+        return (halves << np.uint32(16)).view(np.float32)
+    values: Row = row.numpy()
+    return values if values.dtype == np.float64 else values.astype(np.float32, copy=False)
+
+
 def _penalise(logits_V: Row, params: SamplingParams, history: History) -> None:
     """Apply the three penalties in place."""
     counts = Counter(history.output)
@@ -200,8 +210,7 @@ def _adjusted(logits_V: Tensor, params: SamplingParams, history: History) -> tup
     Raises:
         NonFiniteLogits: the row holds NaN or +inf, or forbids every token.
     """
-    dtype = torch.float64 if logits_V.dtype == torch.float64 else torch.float32
-    adjusted: Row = logits_V.detach().to("cpu", dtype).numpy()
+    adjusted = _host(logits_V)
     penalised = (
         params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
     )
@@ -373,7 +382,9 @@ class TokenLogprobs:
 
 def logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
     """Log-probabilities under the plain softmax of a row, before any transform."""
-    row: Row = torch.log_softmax(logits_V.detach().to("cpu", torch.float32), dim=-1).numpy()
+    row = _host(logits_V)
+    peak = float(row.max())
+    row = row - (peak + math.log(_weights(row, peak=peak, temperature=1.0).sum()))
     top = tuple((t, float(row[t])) for t in _largest(row, count))
     return TokenLogprobs(float(row[token]), top)
 
@@ -404,6 +415,7 @@ def margin(
         return None
     uniform = noise.uniform(np.array(tokens), position=position, purpose=Purpose.TOKEN)
     first, second = (
-        math.log(weight) - math.log(-math.log(u)) for weight, u in zip(weights, uniform, strict=True)
+        math.log(weight) - math.log(-math.log(u))
+        for weight, u in zip(weights, uniform, strict=True)
     )
     return abs(first - second)
