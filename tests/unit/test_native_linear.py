@@ -1,4 +1,4 @@
-"""The native linear layers against their twins, over shapes, tails, threads and instruction sets."""
+"""The native linear layers against their twins: shapes, tails, threads and instruction sets."""
 
 from __future__ import annotations
 

@@ -66,20 +66,20 @@ class LayerStruct(Structure):
         ("output", MatrixStruct),
         ("gate_up", MatrixStruct),
         ("down", MatrixStruct),
+        ("rotate", c_int32),
+        ("reserved", c_int32),
     )
 
 
 class ModelStruct(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("layers", "width", "heads", "kv_heads", "head_dim")),
-        *((name, c_int32) for name in ("mlp", "vocab", "rotary_dim", "positions")),
+        *((name, c_int32) for name in ("mlp", "vocab", "rotary_dim", "embedding_float32")),
         ("epsilon", c_float),
         ("attention_scale", c_float),
         ("layer", POINTER(LayerStruct)),
         ("final_norm", c_void_p),
         ("embedding", c_void_p),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
         ("head", MatrixStruct),
     )
 
@@ -94,6 +94,8 @@ class PassStruct(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("rows", "segments", "logit_rows", "feature_layers")),
         ("threads", c_int32),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
         ("tokens", POINTER(c_int32)),
         ("parents", POINTER(c_int32)),
         ("segment", POINTER(SegmentStruct)),

@@ -9,6 +9,7 @@ Shapes: M rows, K inputs, N outputs, G groups of 32 along K.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +109,44 @@ def to_int4(weight_NK: Tensor) -> Int4Weight:
 
 def _groups(x_NK: Tensor) -> Tensor:
     """[N, G, 32], zeros behind the end."""
-    return F.pad(x_NK, (0, -x_NK.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    padded = F.pad(x_NK, (0, -x_NK.shape[1] % GROUP))
+    return padded.view(len(padded), -1, GROUP)
+
+
+def take_rows(weight: Weight, index: Tensor) -> Weight:
+    """The outputs ``index`` of a weight, in that order."""
+    match weight:
+        case FloatWeight(values=values):
+            return FloatWeight(values[index])
+        case Int8Weight(q=q, scale=scale):
+            return Int8Weight(q[index], scale[index])
+        case Int8GroupsWeight(q=q, scale=scale):
+            return Int8GroupsWeight(q[index], scale[index])
+        case Int4Weight(q=q, scale=scale, minimum=minimum):
+            return Int4Weight(q[index], scale[index], minimum[index])
+
+
+def joined(weights: Sequence[Weight]) -> Weight:
+    """The outputs of several weights of one kind, one after the other."""
+    match list(weights):
+        case [one]:
+            return one
+        case [Int8Weight(), *_]:
+            int8 = [w for w in weights if isinstance(w, Int8Weight)]
+            return Int8Weight(torch.cat([w.q for w in int8]), torch.cat([w.scale for w in int8]))
+        case [Int8GroupsWeight(), *_]:
+            rows = [w for w in weights if isinstance(w, Int8GroupsWeight)]
+            scales = torch.cat([w.scale for w in rows])
+            return Int8GroupsWeight(torch.cat([w.q for w in rows]), scales)
+        case [Int4Weight(), *_]:
+            int4 = [w for w in weights if isinstance(w, Int4Weight)]
+            return Int4Weight(
+                torch.cat([w.q for w in int4]),
+                torch.cat([w.scale for w in int4]),
+                torch.cat([w.minimum for w in int4]),
+            )
+        case _:
+            return FloatWeight(torch.cat([w.values for w in weights if isinstance(w, FloatWeight)]))
 
 
 def dense(weight: Weight) -> Tensor:

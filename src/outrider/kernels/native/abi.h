@@ -39,16 +39,17 @@ struct Layer {
   Matrix output;
   Matrix gate_up;               // columns interleaved: 16 of the gate, 16 of the up projection
   Matrix down;
+  int32_t rotate;               // 0: a layer without positions
+  int32_t reserved;
 };
 
 struct Model {
-  int32_t layers, width, heads, kv_heads, head_dim, mlp, vocab, rotary_dim, positions;
+  int32_t layers, width, heads, kv_heads, head_dim, mlp, vocab, rotary_dim;
+  int32_t embedding_float32;  // 0: the embedding is bf16
   float epsilon, attention_scale;
   const Layer* layer;      // [layers]
   const float* final_norm; // [width]
-  const uint16_t* embedding; // [vocab, width] bf16
-  const float* cosine;     // [positions, rotary_dim / 2]
-  const float* sine;
+  const void* embedding;   // [vocab, width]
   Matrix head;
 };
 
@@ -60,6 +61,8 @@ struct Segment {
 
 struct Pass {
   int32_t rows, segments, logit_rows, feature_layers, threads;
+  const float* cosine;        // [positions, rotary_dim / 2]
+  const float* sine;
   const int32_t* tokens;      // [rows]
   const int32_t* parents;     // [rows] tree rows: parent's index in the tree, -1 for its root
   const Segment* segment;     // [segments]

@@ -78,8 +78,13 @@ struct Worker {
   void embed() {
     int width = model.width;
     own_rows(pass.rows, [&](int row) {
-      const uint16_t* from = model.embedding + (size_t)pass.tokens[row] * width;
+      size_t at = (size_t)pass.tokens[row] * width;
       float* to = job.hidden + (size_t)row * width;
+      if (model.embedding_float32) {
+        std::memcpy(to, (const float*)model.embedding + at, width * sizeof(float));
+        return;
+      }
+      const uint16_t* from = (const uint16_t*)model.embedding + at;
       for (int i = 0; i < width; i++) {
         uint32_t bits = (uint32_t)from[i] << 16;
         std::memcpy(to + i, &bits, 4);
@@ -179,7 +184,7 @@ struct Worker {
       const float* norm = query ? layer.query_norm : layer.key_norm;
       if (norm) rms_norm(x, norm, dim, model.epsilon, x);
       size_t at = (size_t)(path.visible - 1) * half;
-      rotate(x, model.cosine + at, model.sine + at, half);
+      if (layer.rotate) rotate(x, pass.cosine + at, pass.sine + at, half);
     }
     if (query) {
       for (int i = 0; i < dim; i++) x[i] *= model.attention_scale;

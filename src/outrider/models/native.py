@@ -1,0 +1,491 @@
+"""A decoder on the native CPU kernels: the whole pass is one call into `outrider.kernels.native`.
+
+`NativeTransformer` implements `Target` like `Transformer` does, for models of the Llama kind
+(`unsupported` says what it lacks), with weights in int8, 4 bits, bf16 or fp32. A row's logits have
+the same bits in every company: alone, among guesses, beside other sequences, in any chunks, on any
+number of threads. The cache is bf16, logits and features are fp32. The module knows nothing of
+files, tokenizers, drafters or sampling.
+
+Shapes: M rows of a pass, D width, V vocabulary, F features, N outputs, K inputs, I inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import c_int32
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outrider.errors import InvalidParameter, ModelError
+from outrider.kernels import native, quantised
+from outrider.kernels.native import (
+    Arena,
+    Kind,
+    LayerStruct,
+    ModelStruct,
+    PackedMatrix,
+    PassStruct,
+    Plan,
+    SegmentStruct,
+    pack,
+)
+from outrider.kernels.quantised import FloatWeight, Weight
+from outrider.models.cache import CacheShape, KVCache
+from outrider.models.config import ModelConfig
+from outrider.models.rope import Rope
+from outrider.models.target import Forward, Segment
+from outrider.models.weights import EMBEDDING, FINAL_NORM, HEAD, Progress
+
+Precision = Literal["int8", "int4", "bf16", "fp32"]
+PRECISIONS: tuple[Precision, ...] = ("int8", "int4", "bf16", "fp32")
+Read = Callable[[str], Tensor]
+ReadStored = Callable[[str], Weight | None]
+
+_LANES = 16  # columns of the gate and the up projection alternate in runs of this length
+
+
+def unsupported(config: ModelConfig) -> str:
+    """Why the native kernels cannot run a model; empty where they can."""
+    if reason := native.unavailable():
+        return reason
+    checks = (
+        (config.activation != "silu", f"activation {config.activation}"),
+        (config.norm_after, "norms after attention and MLP"),
+        (config.out_bias, "a bias behind attention"),
+        (config.mlp_bias, "biases in the MLP"),
+        (config.embedding_scale != 1.0, "scaled embeddings"),
+        (config.logit_softcap is not None, "soft-capped logits"),
+        (any(layer.window is not None for layer in config.layers), "sliding windows"),
+        (len(_ropes(config)) > 1, "several kinds of rotation"),
+        (config.head_dim % _LANES != 0, f"heads of {config.head_dim}"),
+        (config.inner % _LANES != 0, f"an inner width of {config.inner}"),
+    )
+    missing = [what for wrong, what in checks if wrong]
+    return f"the native kernels do not have {', '.join(missing)}" if missing else ""
+
+
+def _ropes(config: ModelConfig) -> set[Rope]:
+    return {layer.rope for layer in config.layers if layer.rope is not None}
+
+
+@dataclass(frozen=True)
+class NativeLayer:
+    """One layer, packed. Biases and norms are fp32."""
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    qkv_bias: Tensor | None
+    qkv: PackedMatrix
+    output: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+    @property
+    def matrices(self) -> tuple[PackedMatrix, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class NativeWeights:
+    """A whole decoder, packed. The embedding is bf16, or fp32 with fp32 weights."""
+
+    embedding: Tensor
+    layers: tuple[NativeLayer, ...]
+    norm: Tensor
+    head: PackedMatrix
+
+
+class _Builder:
+    """Reads and packs one tensor after the other, so that little is held twice."""
+
+    def __init__(
+        self, config: ModelConfig, read: Read, stored: ReadStored | None, precision: Precision
+    ) -> None:
+        self.config = config
+        self.read = read
+        self.stored = stored
+        self.precision = precision
+        self.arena = Arena(self._packed_bytes())
+
+    def _packed_bytes(self) -> int:
+        """An upper bound: the head may be packed in more bits than the layers."""
+        config = self.config
+        kind = {"int8": Kind.INT8, "int4": Kind.INT4, "bf16": Kind.BFLOAT16}.get(
+            self.precision, Kind.FLOAT32
+        )
+        heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+        shapes = (
+            (heads, config.width),
+            (config.width, config.heads * config.head_dim),
+            (2 * config.inner, config.width),
+            (config.width, config.inner),
+        )
+        layer = sum(native.packed_bytes(kind, n, k) + 64 for n, k in shapes)
+        small = self.precision in ("int8", "int4")
+        head_kind = Kind.INT8_GROUPS if small else kind
+        head = native.packed_bytes(head_kind, config.vocab_size, config.width)
+        return layer * len(config.layers) + head + 64
+
+    def weight(self, name: str) -> Weight:
+        """A weight in the wanted precision; as it was stored, where 4 bits are wanted."""
+        precision = self.precision
+        if precision == "int4":
+            found = self.stored(name) if self.stored is not None else None
+            if found is not None:
+                return found
+            if name in (HEAD, EMBEDDING):
+                precision = "int8"
+        values = self.read(name)
+        match precision:
+            case "int8":
+                return quantised.to_int8(values)
+            case "int4":
+                return quantised.to_int4(values)
+            case "bf16":
+                return FloatWeight(values.bfloat16())
+            case "fp32":
+                return FloatWeight(values.float())
+
+    def matrix(self, names: Sequence[str], order: Tensor | None = None) -> PackedMatrix:
+        weights = [self.weight(f"{name}.weight") for name in names]
+        if len({type(weight) for weight in weights}) > 1:
+            weights = [quantised.to_int4(quantised.dense(weight)) for weight in weights]
+        weight = quantised.joined(weights)
+        return pack(weight if order is None else quantised.take_rows(weight, order), self.arena)
+
+    def norm(self, name: str) -> Tensor:
+        weight = self.read(name).float()
+        return (1.0 + weight if self.config.norm_adds_one else weight).contiguous()
+
+    def layer(self, index: int) -> NativeLayer:
+        config, prefix = self.config, f"model.layers.{index}."
+        fused = config.fused_names
+        qkv = ["qkv_proj"] if fused else ["q_proj", "k_proj", "v_proj"]
+        gate_up = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
+        attention = f"{prefix}self_attn."
+        bias = None
+        if config.qkv_bias:
+            bias = torch.cat([self.read(f"{attention}{name}.bias").float() for name in qkv])
+        return NativeLayer(
+            attention_norm=self.norm(f"{prefix}input_layernorm.weight"),
+            mlp_norm=self.norm(f"{prefix}post_attention_layernorm.weight"),
+            query_norm=self.norm(f"{attention}q_norm.weight") if config.qk_norm else None,
+            key_norm=self.norm(f"{attention}k_norm.weight") if config.qk_norm else None,
+            qkv_bias=bias,
+            qkv=self.matrix([f"{attention}{name}" for name in qkv]),
+            output=self.matrix([f"{attention}o_proj"]),
+            gate_up=self.matrix(
+                [f"{prefix}mlp.{name}" for name in gate_up], _interleaved(config.inner)
+            ),
+            down=self.matrix([f"{prefix}mlp.down_proj"]),
+        )
+
+    def build(self, progress: Progress | None) -> NativeWeights:
+        layers = []
+        for index in range(len(self.config.layers)):
+            layers.append(self.layer(index))
+            if progress is not None:
+                progress("weights", (index + 1) / (len(self.config.layers) + 1))
+        single = self.precision == "fp32"
+        embedding = self.read(EMBEDDING).to(torch.float32 if single else torch.bfloat16)
+        head = EMBEDDING if self.config.tied else HEAD
+        return NativeWeights(
+            embedding.contiguous(),
+            tuple(layers),
+            self.norm(FINAL_NORM),
+            self.matrix([head.removesuffix(".weight")]),
+        )
+
+
+def _interleaved(inner: int) -> Tensor:
+    """Rows of the gate and the up projection, alternating in runs of 16."""
+    runs = torch.arange(2 * inner).view(2, -1, _LANES)
+    return runs.transpose(0, 1).flatten()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class NativeTransformer:
+    """A decoder on the native kernels. Implements `outrider.models.target.Target`.
+
+    Attributes:
+        config: what it is made of.
+        precision: of the weights.
+        threads: how many compute; `None` for as many as PyTorch uses.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: NativeWeights,
+        *,
+        precision: Precision,
+        name: str,
+        fingerprint: str,
+        end_tokens: frozenset[int] = frozenset(),
+        threads: int | None = None,
+    ) -> None:
+        if reason := unsupported(config):
+            raise ModelError(f"{name}: {reason}")
+        self.config = config
+        self.weights = weights
+        self.precision = precision
+        self.threads = threads
+        self.name = name
+        self.fingerprint = fingerprint
+        self.end_tokens = end_tokens
+        self.vocab_size = config.vocab_size
+        self.context_length = config.context_length
+        self.layers = len(config.layers)
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.cache_shape = CacheShape(self.layers, config.kv_heads, config.head_dim, torch.bfloat16)
+        matrices = [m for layer in weights.layers for m in layer.matrices]
+        self.weight_bytes = sum(m.nbytes for m in matrices) + weights.head.nbytes
+        self._rope = next(iter(_ropes(config)), None)
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._plan = self._make_plan()
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        read: Read,
+        *,
+        precision: Precision,
+        name: str,
+        fingerprint: str,
+        end_tokens: frozenset[int] = frozenset(),
+        threads: int | None = None,
+        stored: ReadStored | None = None,
+        progress: Progress | None = None,
+    ) -> NativeTransformer:
+        """Read, round and pack a model's tensors.
+
+        Args:
+            read: gives a tensor by its Hugging Face name, in any floating dtype.
+            stored: gives a weight as its file stores it, for "int4"; `None` where it cannot.
+
+        Raises:
+            ModelError: a model that the kernels do not support.
+            InvalidParameter: an unknown precision.
+        """
+        if precision not in PRECISIONS:
+            raise InvalidParameter(f"weights {precision!r}: use one of {', '.join(PRECISIONS)}")
+        if reason := unsupported(config):
+            raise ModelError(f"{name}: {reason}")
+        return cls(
+            config,
+            _Builder(config, read, stored, precision).build(progress),
+            precision=precision,
+            name=name,
+            fingerprint=f"{fingerprint}-native-{native.isa()}-{precision}",
+            end_tokens=end_tokens,
+            threads=threads,
+        )
+
+    def _make_plan(self) -> Plan:
+        config, weights = self.config, self.weights
+        layers = (LayerStruct * self.layers)()
+        for struct, layer, facts in zip(layers, weights.layers, config.layers, strict=True):
+            for field in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "qkv_bias"):
+                setattr(struct, field, _pointer(vars(layer)[field]))
+            struct.qkv, struct.output = layer.qkv.struct, layer.output.struct
+            struct.gate_up, struct.down = layer.gate_up.struct, layer.down.struct
+            struct.rotate = int(facts.rope is not None)
+        model = ModelStruct(
+            layers=self.layers,
+            width=config.width,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            mlp=config.inner,
+            vocab=config.vocab_size,
+            rotary_dim=self._rope.dim if self._rope else 0,
+            embedding_float32=int(weights.embedding.dtype == torch.float32),
+            epsilon=config.norm_eps,
+            attention_scale=config.attention_scale,
+            layer=layers,
+            final_norm=weights.norm.data_ptr(),
+            embedding=weights.embedding.data_ptr(),
+            head=weights.head.struct,
+        )
+        return Plan(model, (layers, weights))
+
+    def first_layers(self, count: int) -> NativeTransformer:
+        """The model of this one's first ``count`` layers, sharing all weights: a cheap drafter."""
+        if not 1 <= count <= self.layers:
+            raise InvalidParameter(f"{self.name} has {self.layers} layers; cannot keep {count}")
+        return NativeTransformer(
+            replace(self.config, layers=self.config.layers[:count]),
+            replace(self.weights, layers=self.weights.layers[:count]),
+            precision=self.precision,
+            name=f"{self.name}[:{count}]",
+            fingerprint=f"{self.fingerprint}[:{count}]",
+            end_tokens=self.end_tokens,
+            threads=self.threads,
+        )
+
+    def new_cache(self, *, slots: int, length: int) -> KVCache:
+        """An empty cache; its positions are rotated for contexts of ``length``."""
+        return KVCache(self.cache_shape, slots=slots, length=length)
+
+    @torch.no_grad()
+    def forward(
+        self, segments: Sequence[Segment], cache: KVCache, *, features: tuple[int, ...] = ()
+    ) -> Forward:
+        """One pass. Stages every segment's rows in the cache; the caller keeps or drops them.
+
+        Raises:
+            InvalidParameter: a token or feature that the model does not have, an empty segment, a
+                slot that is full or staged already; nothing is staged then.
+        """
+        self._check(segments, cache, features)
+        starts = _stage(segments, cache)
+        wanted = sorted(set(features))
+        rows = sum(segment.rows for segment in segments)
+        nodes = [len(segment.tree) if segment.tree else 0 for segment in segments]
+        logits = torch.empty(sum(nodes), self.vocab_size)
+        states = torch.empty(rows, len(wanted), self.config.width)
+        self._run(segments, starts, cache, wanted, logits, states)
+        split = None
+        if features:
+            if wanted != list(features):
+                states = states[:, [wanted.index(feature) for feature in features]]
+            split = torch.split(states, [segment.rows for segment in segments])
+        return Forward(torch.split(logits, nodes), split)
+
+    def _run(
+        self,
+        segments: Sequence[Segment],
+        starts: Sequence[int],
+        cache: KVCache,
+        features: Sequence[int],
+        logits: Tensor,
+        states: Tensor,
+    ) -> None:
+        tokens: list[int] = []
+        parents: list[int] = []
+        logit_rows: list[int] = []
+        table = (SegmentStruct * len(segments))()
+        for struct, segment, start in zip(table, segments, starts, strict=True):
+            first, prefix, tree = len(tokens), len(segment.prefix), segment.tree
+            struct.slot, struct.cached, struct.first_row = segment.slot, start, first
+            struct.rows, struct.prefix = segment.rows, prefix
+            struct.chain = int(tree is None or tree.is_chain)
+            tokens += segment.tokens
+            parents += [-1] * prefix
+            if tree is not None:
+                parents += tree.parents
+                logit_rows += range(first + prefix, len(tokens))
+        cos, sin = self._rotation_table(cache)
+        keys, values = cache.keys, cache.values
+        self._plan.run(
+            PassStruct(
+                rows=len(tokens),
+                segments=len(segments),
+                logit_rows=len(logit_rows),
+                feature_layers=len(features),
+                threads=self.threads or torch.get_num_threads(),
+                cosine=cos.data_ptr(),
+                sine=sin.data_ptr(),
+                tokens=_ints(tokens),
+                parents=_ints(parents),
+                segment=table,
+                logit_row=_ints(logit_rows),
+                feature=_ints(features),
+                keys=keys.data_ptr(),
+                values=values.data_ptr(),
+                layer_stride=keys.stride(0),
+                slot_stride=keys.stride(1),
+                head_stride=keys.stride(2),
+                logits=logits.data_ptr(),
+                features=states.data_ptr(),
+            )
+        )
+
+    def _rotation_table(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """cos and sin [C, D / 2] for the positions of a cache."""
+        length = cache.keys.shape[3]
+        if length not in self._tables:
+            if self._rope is None:
+                self._tables[length] = (torch.empty(0), torch.empty(0))
+            else:
+                half = self._rope.dim // 2
+                cos, sin = self._rope.tables(length)
+                self._tables[length] = (
+                    cos[:, :half].contiguous(),
+                    sin[:, half:].contiguous(),
+                )
+        return self._tables[length]
+
+    def embed(self, tokens_M: Tensor) -> Tensor:
+        """[M, D] in fp32: the hidden states entering layer 0."""
+        return self.weights.embedding[tokens_M].float()
+
+    def norm(self, x_MD: Tensor) -> Tensor:
+        """The final norm, which stands between the last layer's output and the head."""
+        x = x_MD.float()
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        return x * scale * self.weights.norm
+
+    def head(self, x_MD: Tensor) -> Tensor:
+        """[M, V] logits of normed hidden states."""
+        threads = self.threads or torch.get_num_threads()
+        return native.linear(x_MD.float(), self.weights.head, threads=threads)
+
+    def _check(
+        self, segments: Sequence[Segment], cache: KVCache, features: tuple[int, ...]
+    ) -> None:
+        """Everything that the library takes on trust."""
+        if not segments:
+            raise InvalidParameter("a pass needs at least one segment")
+        shape = (self.layers, cache.slots, self.config.kv_heads, self.config.head_dim)
+        found = (*cache.keys.shape[:3], cache.keys.shape[4])
+        if found != shape or cache.keys.dtype != torch.bfloat16:
+            raise InvalidParameter(f"a cache of {list(found)} does not fit {self.name}")
+        same = cache.keys.stride() == cache.values.stride()
+        if not same or cache.keys.stride()[3:] != (self.config.head_dim, 1):
+            raise InvalidParameter(f"{self.name} needs a cache whose positions lie side by side")
+        if len({segment.slot for segment in segments}) < len(segments):
+            raise InvalidParameter("two segments of a pass share a slot")
+        for segment in segments:
+            if not segment.rows:
+                raise InvalidParameter(f"the segment of slot {segment.slot} has no rows")
+            if not 0 <= segment.slot < cache.slots:
+                raise InvalidParameter(f"slot {segment.slot} is not in a cache of {cache.slots}")
+            tokens = segment.tokens
+            if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+                bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
+                raise InvalidParameter(
+                    f"token {bad} is not in {self.name}'s vocabulary of {self.vocab_size}"
+                )
+        for index in features:
+            if not 0 <= index <= self.layers:
+                raise InvalidParameter(
+                    f"{self.name} has features 0 to {self.layers}; {index} was asked for"
+                )
+
+
+def _ints(values: Sequence[int]) -> object:
+    return (c_int32 * len(values))(*values)
+
+
+def _stage(segments: Sequence[Segment], cache: KVCache) -> list[int]:
+    """Stage all segments or none; returns the first cache row of each. Changes the cache."""
+    starts: list[int] = []
+    try:
+        for segment in segments:
+            starts.append(cache.stage(segment.slot, segment.rows))
+    except InvalidParameter:
+        for segment, _ in zip(segments, starts, strict=False):
+            cache.keep(segment.slot, ())
+        raise
+    return starts
