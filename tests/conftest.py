@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import settings
 
 from outrider.cli.main import run
@@ -13,6 +14,9 @@ from outrider.cli.session import ProgressCallback, Session
 from outrider.engine.budget import CostTable
 from outrider.models.target import Target
 from outrider.testing.fakes import ByteTokenizer, TableTarget
+
+# Tiny tensors gain nothing from threads, and a pool that waits for a busy core costs seconds.
+torch.set_num_threads(1)
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("outrider", derandomize=True, deadline=None)
