@@ -12,6 +12,8 @@ from outrider.core.sampling import draw
 from outrider.core.tree import DraftTree
 from outrider.drafters import conformance as kit
 from outrider.drafters.base import Commit, Drafter, Needs, NodeBudget, SequenceView
+from outrider.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from outrider.drafters.hybrid import HybridDrafter, Member
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.drafters.none import NoneDrafter
 from outrider.drafters.replay import Recording, ReplayDrafter
@@ -26,6 +28,11 @@ TEXTS = kit.repeating_texts(vocab_size=VOCAB)
 
 def replay() -> ReplayDrafter:
     return ReplayDrafter(Recording.of(text.prompt, text.output) for text in TEXTS)
+
+
+def draft_model(branching: int) -> DraftModelDrafter:
+    config = DraftModelConfig(branching=branching, sequences=16, length=400)
+    return DraftModelDrafter(TableTarget(vocab_size=VOCAB, ripple=0.0), config)
 
 
 def features(tokens: Sequence[int], layers: tuple[int, ...]) -> torch.Tensor:
@@ -112,6 +119,9 @@ MAKERS: dict[str, Callable[[], Drafter]] = {
     "suffix": SuffixDrafter,
     "suffix-tree": lambda: SuffixDrafter(SuffixConfig(shape="tree", factor=4.0, offset=2.0)),
     "replay": replay,
+    "draft-chain": lambda: draft_model(1),
+    "draft-tree": lambda: draft_model(3),
+    "hybrid": lambda: HybridDrafter([Member(SuffixDrafter()), Member(draft_model(1), cost=0.1)]),
     "table": TableDrafter,
     "features": FeatureDrafter,
 }

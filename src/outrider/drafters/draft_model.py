@@ -130,11 +130,14 @@ class DraftModelDrafter:
 
     def _has_room(self, growth: _Growth) -> bool:
         view = growth.view
+        known = view.id in self._tokens  # a stranger's history was never observed
+        if not known or len(view.tokens) + growth.budget.depth > self._length:
+            return False
         if view.id not in self._slots:
-            if not self._free or len(view.tokens) + growth.budget.depth > self._length:
+            if not self._free:
                 return False
             self._slots[view.id] = self._free.pop()
-        return len(view.tokens) + growth.budget.depth <= self._length
+        return True
 
     def _catch_up(self, view: SequenceView) -> None:
         """Cache all committed tokens but the last few: what a single draft pass can carry."""

@@ -58,7 +58,7 @@ class HybridDrafter:
 
     def observe(self, commits: Sequence[Commit]) -> None:
         for commit in commits:
-            state = self._states.setdefault(commit.sequence, _State(self._parents))
+            state = self._state(commit.sequence)
             if state.last is not None and commit.tokens:
                 index, tree = state.last
                 state.tables[index].update(outcomes(tree, commit.tokens))
@@ -85,7 +85,7 @@ class HybridDrafter:
                 # What has been drafted is paid for: a tree that cost time only has to be better.
                 if len(tree) > 1 and offered > promises[i]:
                     best[i], promises[i] = tree, offered
-                    self._states[views[i].id].last = (index, tree)
+                    self._state(views[i].id).last = (index, tree)
         return best
 
     def forget(self, sequences: Sequence[int]) -> None:
@@ -94,6 +94,9 @@ class HybridDrafter:
         for member in self._members:
             member.drafter.forget(sequences)
 
+    def _state(self, sequence: int) -> _State:
+        return self._states.setdefault(sequence, _State(self._parents))
+
     def _worth_asking(
         self, index: int, view: SequenceView, budget: NodeBudget, beaten: float
     ) -> bool:
@@ -101,7 +104,7 @@ class HybridDrafter:
         member = self._members[index]
         if member.cost == 0.0:
             return True
-        state = self._states[view.id]
+        state = self._state(view.id)
         table = state.tables[index]
         chance, expected, best = 1.0, 0.0, 0.0
         for depth in range(1, min(budget.depth, budget.nodes) + 1):
@@ -115,7 +118,7 @@ class HybridDrafter:
         return True
 
     def _promise_of(self, index: int, view: SequenceView, tree: DraftTree) -> float:
-        chances = self._states[view.id].tables[index].path_probabilities(tree)
+        chances = self._state(view.id).tables[index].path_probabilities(tree)
         cost = self._members[index].cost
         return promise(sum(chances[1:]), cost=cost, depth=max(tree.depths))
 

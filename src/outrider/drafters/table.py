@@ -89,7 +89,7 @@ def _draft_model(argument: str, setting: Setting) -> Drafter:
 def _replay(argument: str, setting: Setting) -> Drafter:
     if not argument:
         raise InvalidParameter("replay needs a recording; write replay:FILE")
-    return ReplayDrafter.load(Path(argument))
+    return ReplayDrafter.load(Path(argument), vocab_size=setting.target.vocab_size)
 
 
 def _hybrid(argument: str, setting: Setting) -> Drafter:
