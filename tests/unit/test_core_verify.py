@@ -1,4 +1,4 @@
-"""What the rules ask of their source and their rows; that they are exact is shown in tests/laws/."""
+"""What the rules ask of their source and their rows; tests/laws/ shows that they are exact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = 20
 
 @dataclass
 class Scripted:
-    """A source that accepts the first ``yes`` guesses it is asked about, and notes every question."""
+    """A source that accepts the first ``yes`` guesses and notes every question."""
 
     yes: int
     token: int = 3
@@ -122,4 +122,4 @@ def test_block_refuses_trees_by_name() -> None:
 
 
 def test_the_rules_are_listed_by_name() -> None:
-    assert RULES == {"walk": walk, "reject": reject, "block": block}
+    assert [*RULES.items()] == [("walk", walk), ("reject", reject), ("block", block)]
