@@ -1,7 +1,7 @@
 """The names of drafters: where a word on the command line becomes an object.
 
-Deleting a drafter's file and its line in `BUILDERS` deletes the feature. Other packages add drafters
-through the entry-point group `outrider.drafters`: a callable with the signature of `Builder`.
+Deleting a drafter's file and its line in `BUILDERS` deletes the feature. Other packages add
+drafters through the entry-point group `outrider.drafters`: a callable that is a `Builder`.
 
 A spec is a name, with an argument behind a colon where the drafter takes one:
 ``none``, ``ngram``, ``suffix``, ``draft_model:PATH``, ``replay:FILE``, ``hybrid`` (suffix and

@@ -92,7 +92,11 @@ class StopStrings:
             self._held = ""
             return held[: min(hits)], True
         keep = next(
-            (n for n in range(min(self._longest - 1, len(held)), 0, -1) if self._may_start(held[-n:])),
+            (
+                n
+                for n in range(min(self._longest - 1, len(held)), 0, -1)
+                if self._may_start(held[-n:])
+            ),
             0,
         )
         self._held = held[len(held) - keep :]
@@ -133,7 +137,9 @@ class Sequence:
         tenant: str = "",
     ) -> None:
         if params.stop and tokenizer is None:
-            raise InvalidParameter(f"stop is {params.stop!r}; an engine without a tokenizer has no text")
+            raise InvalidParameter(
+                f"stop is {params.stop!r}; an engine without a tokenizer has no text"
+            )
         self.id = request
         self.params = params
         self.drafter = drafter
@@ -173,14 +179,22 @@ class Sequence:
         return self.finish_reason is not None
 
     def view(self, draft_purpose: Purpose) -> SequenceView:
-        """What a drafter may see."""
+        """What a drafter may see.
+
+        With the target's own noise a position keeps its number whenever it is guessed. Independent
+        noise is fresh in every step: `block` looks at guesses that it drops, and drawing them
+        again from the same numbers would not be drawing from `q` any more.
+        """
+        noise = self.noise
+        if draft_purpose is Purpose.DRAFT:
+            noise = noise.for_step(len(self._tokens))
         return SequenceView(
             id=self.id,
             tokens=self._tokens,
             prompt_length=self.prompt_length,
             params=self.params,
             ends=self.ends,
-            stream=Stream(self.noise, draft_purpose),
+            stream=Stream(noise, draft_purpose),
             tenant=self.tenant,
         )
 
