@@ -1,4 +1,4 @@
-"""Same tokens with every drafter, tree shape, temperature, penalty and batch: `==`, on a known target.
+"""Same tokens for every drafter, tree, temperature, penalty and batch: `==`, on a known target.
 
 The target's logits depend on every cached row, so a stale or misplaced row would show. Each case
 also shows that speculation really ran: guesses were made, accepted and rejected.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from outrider.core.sampling import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft_model import DraftModelConfig, DraftModelDrafter
@@ -65,10 +66,10 @@ def run(
         config=EngineConfig(slots=slots, prefill_chunk=8),
         budget=budget,
     )
-    requests = [
-        engine.add(p, SamplingParams(max_tokens=60, seed=100 + i, logprobs=1, **params), drafter=drafter)  # type: ignore[arg-type]
-        for i, p in enumerate(PROMPTS)
-    ]
+    requests = []
+    for i, prompt in enumerate(PROMPTS):
+        own = SamplingParams(max_tokens=60, seed=100 + i, logprobs=1, **params)  # type: ignore[arg-type]
+        requests.append(engine.add(prompt, own, drafter=drafter))
     while engine.has_work:
         engine.step()
     return [engine.take(request) for request in requests]
@@ -101,9 +102,7 @@ def test_same_tokens_as_plain(
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_cost_budget_changes_no_token(
-    plain: dict[str, list[Completion]], drafter: str
-) -> None:
+def test_the_cost_budget_changes_no_token(plain: dict[str, list[Completion]], drafter: str) -> None:
     costs = CostTable({1: 10.0, 8: 11.0, 16: 30.0}, host_ms=0.5)
     results = run(drafter, SAMPLING["warm"], slots=4, budget=CostBudget(costs, nodes=12, depth=12))
     assert [r.tokens for r in results] == [r.tokens for r in plain["warm"]]

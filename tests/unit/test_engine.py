@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+
 from outrider.core.sampling import SamplingParams
 from outrider.core.tree import DraftTree
 from outrider.drafters.base import Commit, Needs, NodeBudget, SequenceView
@@ -92,7 +93,9 @@ def test_end_token_inside_an_accepted_path_ends_the_output_there() -> None:
     end = free.tokens[9]
     first = free.tokens.index(end)
     params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(end,))
-    [result] = make(target, drafter=OracleDrafter(target)).generate([[1, 2, 3]], params, drafter="d")
+    [result] = make(target, drafter=OracleDrafter(target)).generate(
+        [[1, 2, 3]], params, drafter="d"
+    )
     assert result.tokens == free.tokens[: first + 1]
     assert result.finish_reason == "stop"
 
@@ -280,7 +283,9 @@ def test_prefix_reuse_skips_work_within_a_tenant_only() -> None:
 
     def passes(tenant: str) -> tuple[int, Completion]:
         before = target.passes
-        request = engine.add([*prompt, 1], SamplingParams(temperature=0, max_tokens=4), tenant=tenant)
+        request = engine.add(
+            [*prompt, 1], SamplingParams(temperature=0, max_tokens=4), tenant=tenant
+        )
         [result] = finish(engine, request)
         return target.passes - before, result
 
@@ -342,7 +347,7 @@ def test_bad_configurations_are_refused_when_the_engine_is_put_together() -> Non
     with pytest.raises(InvalidParameter, match="this engine has none"):
         make().add([1], GREEDY, drafter="eagle")
     plan = MemoryPlan(cache=8 * 2**30, drafters=0, logits=0, available=2**30)
-    with pytest.raises(OutOfMemory, match="8,192 MB.*1,024 MB are free"):
+    with pytest.raises(OutOfMemory, match=r"8,192 MB.*1,024 MB are free"):
         plan.check(slots=4, context=8192)
 
 

@@ -42,7 +42,9 @@ class DraftModelConfig:
     def __post_init__(self) -> None:
         for name in ("branching", "beam", "sequences"):
             if getattr(self, name) < 1:
-                raise InvalidParameter(f"draft model: {name} is {getattr(self, name)}; use 1 or more")
+                raise InvalidParameter(
+                    f"draft model: {name} is {getattr(self, name)}; use 1 or more"
+                )
 
 
 class _Growth:
@@ -235,4 +237,3 @@ def refuse_mismatch(differences: Sequence[str]) -> None:
             + "; ".join(differences)
             + "; use a model with the target's own tokenizer"
         )
-

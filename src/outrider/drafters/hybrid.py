@@ -1,4 +1,4 @@
-"""Several drafters, one at a time: for each sequence, the one that promises the most per unit of time.
+"""Several drafters, one at a time: per sequence, the one that promises the most per unit of time.
 
 A drafter that costs nothing is asked and judged by what it offers; one that costs time is judged by
 its record before it is asked, so a good free guess saves its cost. The promise of a guess is

@@ -97,7 +97,9 @@ def choose(
     for _, _, i, node in pool[:best_count]:
         kept[i].append(node)
     return [
-        offer.tree if i in fixed or len(kept[i]) == len(offer.tree) - 1 else offer.tree.keep(kept[i])
+        offer.tree
+        if i in fixed or len(kept[i]) == len(offer.tree) - 1
+        else offer.tree.keep(kept[i])
         for i, offer in enumerate(offers)
     ]
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,9 @@ def measure(
     repeats: int = REPEATS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
-    """Median milliseconds of a pass by number of rows, the sizes interleaved.
+    """Milliseconds of a pass by number of rows: the best of several, the sizes interleaved.
+
+    The best, because other work on the machine only ever adds time.
 
     Uses ``slot``, which must be free, and leaves it empty.
     """
@@ -55,7 +56,7 @@ def measure(
                 times[n].append((clock() - begin) * 1000)
             cache.keep(slot, ())
     cache.truncate(slot, 0)
-    return {n: statistics.median(t) for n, t in times.items()}
+    return {n: min(t) for n, t in times.items()}
 
 
 def cached_costs(target: Target, cache: KVCache, *, slot: int, folder: Path) -> CostTable:

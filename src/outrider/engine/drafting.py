@@ -1,7 +1,7 @@
 """The engine's dealings with drafters: ask, check, cut, tell, and survive their faults.
 
-A drafter that raises or breaks the protocol never harms a request: the sequences it was guessing for
-go on without speculation, and every step record says why.
+A drafter that raises or breaks the protocol never harms a request: the sequences it was guessing
+for go on without speculation, and every step record says why.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ class Drafting:
         return {view.id: tree for view, tree in zip(views, trees, strict=True)}
 
     def _disable(self, name: str, sequences: SequenceOf[int], fault: Exception) -> None:
-        log.warning("drafter %s failed, %d sequences go on without it: %s", name, len(sequences), fault)
+        log.warning(
+            "drafter %s failed, %d sequences go on without it: %s", name, len(sequences), fault
+        )
         for sequence in sequences:
             self._faults[sequence] = f"drafter fault: {fault}"
 

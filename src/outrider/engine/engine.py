@@ -360,11 +360,13 @@ class Engine:
         return result
 
     def _verdict(self, sequence: Sequence, tree: DraftTree, logits_NV: Tensor) -> Verdict:
-        """Apply the rule; rows of nodes that are not visited are never turned into probabilities."""
+        """Apply the rule; only rows of visited nodes are turned into probabilities."""
         past = sequence.history()
 
         def p(node: int) -> Tensor:
-            return distribution(logits_NV[node], sequence.params, past.along(tree.path_tokens(node)))
+            return distribution(
+                logits_NV[node], sequence.params, past.along(tree.path_tokens(node))
+            )
 
         return self._rule(tree, p, sequence.noise, start=len(sequence.tokens))
 
@@ -477,4 +479,3 @@ class Engine:
     def _measured_budget(self, folder: Path) -> Budget:
         costs = cached_costs(self.target, self._cache, slot=0, folder=folder)
         return CostBudget(costs, nodes=self.config.max_nodes, depth=self.config.max_depth)
-

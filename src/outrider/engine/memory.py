@@ -1,4 +1,4 @@
-"""The memory plan: computed before anything is allocated, refused with numbers if it does not fit."""
+"""The memory plan: made before anything is allocated, refused with numbers if it does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark: plain and speculative runs of the same prompts, interleaved, compared token by token.
+"""The benchmark: plain and speculative runs of the same prompts, interleaved and compared.
 
 Every drafter runs every prompt on one engine, in an order that rotates from prompt to prompt, so
 that a change of the machine's load hits all sides alike. Nothing is reused between runs: no cached
@@ -175,7 +175,9 @@ def _record(prompt: Prompt, completion: Completion) -> RequestRecord:
         id=prompt.id,
         family=prompt.family,
         sampling={
-            k: v for k, v in asdict(completion.params).items() if k not in ("logit_bias", "bad_words")
+            k: v
+            for k, v in asdict(completion.params).items()
+            if k not in ("logit_bias", "bad_words")
         },
         prompt_tokens=len(completion.prompt),
         finish_reason=completion.finish_reason,
@@ -204,7 +206,10 @@ def _manifest(target: Target, plan: BenchPlan, params: SamplingParams) -> RunMan
         seed=params.seed,
         threads=torch.get_num_threads(),
         target=TargetIdentity(target.name, target.fingerprint, dtype),
-        options={**asdict(plan), "params": {**asdict(params), "logit_bias": dict(params.logit_bias)}},
+        options={
+            **asdict(plan),
+            "params": {**asdict(params), "logit_bias": dict(params.logit_bias)},
+        },
         accelerator=None if target.device.type == "cpu" else str(target.device),
     )
 

@@ -156,7 +156,7 @@ class BenchReport:
 
     @property
     def ok(self) -> bool:
-        """No request failed, and where the rule promises it, none differs by more than a near-tie."""
+        """No request failed; where the rule promises it, none differs by more than a near-tie."""
         return all(not c.failed and (not self.exact or not c.unexplained) for c in self.cells)
 
     def to_dict(self) -> dict[str, Any]:
