@@ -12,8 +12,8 @@
 namespace outrider {
 namespace {
 
-constexpr int kSpins = 3000;  // about 30 microseconds; longer waits mean that a processor is taken
-constexpr int kYields = 20;
+constexpr int kSpins = 400;  // some microseconds; longer waits mean that a processor is taken
+constexpr int kYields = 100;
 
 void futex_sleep(uint32_t* word, uint32_t expected) {
   syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
