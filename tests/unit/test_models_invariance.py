@@ -11,9 +11,9 @@ import torch
 
 from outrider.core.tree import DraftTree
 from outrider.models.attention import KEY_BLOCK
+from outrider.models.config import ModelConfig
 from outrider.models.target import Segment
 from outrider.models.tiny import tiny_raw
-from outrider.models.config import ModelConfig
 from outrider.models.transformer import Transformer
 
 TREE = DraftTree((20, 21, 22, 23, 24, 25, 26), (-1, 0, 0, 1, 2, 3, 0))

@@ -174,7 +174,10 @@ def test_features_are_the_states_entering_the_layers(family: str, tmp_path: Path
     for index, layer in enumerate(model.model.layers):
         layer.register_forward_hook(
             lambda _m, args, out, i=index: states.update(
-                {i: args[0] if args else states[i], i + 1: out[0] if isinstance(out, tuple) else out}
+                {
+                    i: args[0] if args else states[i],
+                    i + 1: out[0] if isinstance(out, tuple) else out,
+                }
             )
         )
         layer.register_forward_pre_hook(

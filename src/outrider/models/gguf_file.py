@@ -168,9 +168,7 @@ def _array(tensor: gguf.ReaderTensor) -> Tensor:
     return torch.from_numpy(values.reshape([int(n) for n in reversed(tensor.shape)]).copy())
 
 
-def _tensor(
-    tensor: gguf.ReaderTensor, name: str, architecture: str, raw: dict[str, Any]
-) -> Tensor:
+def _tensor(tensor: gguf.ReaderTensor, name: str, architecture: str, raw: dict[str, Any]) -> Tensor:
     """A tensor as its Hugging Face checkpoint holds it."""
     values = _array(tensor)
     if architecture == "gemma3" and name.endswith("norm.weight"):

@@ -70,9 +70,7 @@ class TensorFolder:
         except FileNotFoundError:
             raise ModelError(f"{path.name} is missing in {path.parent}") from None
         except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path} is damaged or cut short ({error}); fetch it again"
-            ) from None
+            raise ModelError(f"{path} is damaged or cut short ({error}); fetch it again") from None
 
     def read(self, name: str) -> Tensor:
         """A tensor in its stored dtype."""

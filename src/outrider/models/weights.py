@@ -108,9 +108,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_shapes(
-    config: ModelConfig, found: Mapping[str, tuple[int, ...]], *, source: str
-) -> None:
+def check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], *, source: str) -> None:
     """Refuse a checkpoint whose tensors are not exactly the expected ones.
 
     A tied model may carry its head as well, and any model the rotation's frequencies: both are
