@@ -155,14 +155,17 @@ def _dtypes() -> dict[str, list[str]]:
 
 
 def _kernels() -> str:
-    """What runs the linear layers under automatic choices."""
+    """What runs the linear layers under automatic choices, and which native kernels there are."""
+    from outrider.kernels import native
     from outrider.kernels.linear import can_pack
     from outrider.models.load import DTYPES, choose_device, choose_dtype
 
     device = choose_device("auto")
     name = choose_dtype("auto", device)
     layout = "packed by oneDNN" if can_pack(device, DTYPES[name]) else "plain PyTorch"
-    return f"{name} linear layers on {device.type}, {layout}"
+    missing = native.unavailable()
+    ours = f"not used ({missing})" if missing else native.isa()
+    return f"{name} linear layers on {device.type}, {layout}; native kernels: {ours}"
 
 
 def _cpu_field(name: str) -> str:
