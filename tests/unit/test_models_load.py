@@ -276,9 +276,14 @@ def test_dtypes_and_devices() -> None:
 
 def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
     final = tmp_path / "made"
-    with pytest.raises(RuntimeError), complete_folder(final) as folder:
-        (folder / "half").write_text("x")
-        raise RuntimeError("power cut")
+
+    def fail() -> None:
+        with complete_folder(final) as folder:
+            (folder / "half").write_text("x")
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        fail()
     assert list(tmp_path.iterdir()) == []
     with complete_folder(final) as folder:
         (folder / "whole").write_text("x")

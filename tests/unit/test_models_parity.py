@@ -172,14 +172,7 @@ def test_features_are_the_states_entering_the_layers(family: str, tmp_path: Path
     ids = tokens(mine.vocab_size)
     states: dict[int, torch.Tensor] = {}
     for index, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(
-            lambda _m, args, out, i=index: states.update(
-                {
-                    i: args[0] if args else states[i],
-                    i + 1: out[0] if isinstance(out, tuple) else out,
-                }
-            )
-        )
+        layer.register_forward_hook(lambda _m, _a, out, i=index: states.update({i + 1: out}))
         layer.register_forward_pre_hook(
             lambda _m, args, kwargs, i=index: states.update(
                 {i: args[0] if args else kwargs["hidden_states"]}
