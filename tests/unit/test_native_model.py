@@ -120,11 +120,11 @@ def twin_logits(config: ModelConfig, precision: Precision, path: tuple[int, ...]
                 )
                 for t in (q, k)
             )
+        q = (q * config.attention_scale).bfloat16().float()
         k, v = (t.bfloat16().float().repeat_interleave(group, 1) for t in (k, v))
         mixed = F.scaled_dot_product_attention(
-            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
-            is_causal=True, scale=config.attention_scale,
-        )  # fmt: skip
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, scale=1.0
+        )
         x = x + linear(mixed.transpose(0, 1).reshape(rows, -1), f"{layer}self_attn.o_proj")
         y = norm(x, f"{layer}post_attention_layernorm")
         names = ["gate_up"] if config.fused_names else ["gate", "up"]
@@ -147,7 +147,7 @@ def test_a_pass_equals_its_twin(name: str, precision: Precision, isa: str) -> No
     want = twin_logits(config, precision, path)[9:]
     # roundings to few bits turn a last-bit difference into a whole step now and then
     assert (got - want).abs().mean() < {"fp32": 0.005, "bf16": 0.01}.get(precision, 0.03)
-    assert F.cosine_similarity(got, want).min() > 0.999
+    assert F.cosine_similarity(got, want).min() > (0.9995 if precision == "fp32" else 0.998)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

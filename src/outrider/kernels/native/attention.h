@@ -2,8 +2,9 @@
 //
 // The result of a (row, head) is a function of the keys and values on its path in the order of
 // their positions, and of nothing else: a score is a sum over the head in order, weights are summed
-// in 16 lanes by position, and values are added position after position. Where a key lies, which
-// rows are computed beside and how many there are changes no bit.
+// in 16 lanes by position, and values are added two positions after two. Where a key lies, which
+// rows are computed beside and how many there are changes no bit. Queries and weights are rounded
+// to bf16, like the cache, for the processor's products of bf16 pairs.
 #pragma once
 #include "abi.h"
 #include "simd.h"
@@ -23,15 +24,15 @@ INLINE int cache_row(const Path& path, int position) {
 
 // One head of one row.
 struct Pair {
-  const float* query;  // [head_dim], scaled
-  float* out;          // [head_dim]
-  float* scores;       // [visible rounded up to 16]
+  const uint16_t* query;  // [head_dim] bf16, scaled
+  float* out;             // [head_dim]
+  float* scores;          // [visible rounded up to 16]; later bf16 weights at the same place
   Path path;
   int row;
 };
 
-// Keys of 16 cache rows as fp32 [head_dim, 16].
-inline void transpose_keys(const uint16_t* const rows[16], int head_dim, float* out) {
+// Keys of 16 cache rows as bf16 pairs [head_dim / 2, 16, 2].
+inline void transpose_keys(const uint16_t* const rows[16], int head_dim, uint16_t* out) {
   int done = 0;
 #if defined(__AVX512F__)
   for (; done + 32 <= head_dim; done += 32) {
@@ -58,35 +59,31 @@ inline void transpose_keys(const uint16_t* const rows[16], int head_dim, float* 
       b[8 + c] = _mm512_shuffle_i32x4(high01, high23, 0x88);
       b[12 + c] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
     }
-    for (int i = 0; i < 16; i++) {
-      float* to = out + (size_t)(done + 2 * i) * kLanes;
-      i_store(to, i_shl<16>(b[i]));
-      i_store(to + kLanes, i_and(b[i], i_set((int32_t)0xffff0000u)));
-    }
+    for (int i = 0; i < 16; i++) i_store(out + (size_t)(done + 2 * i) * kLanes, b[i]);
   }
 #endif
-  for (int h = done; h < head_dim; h++)
-    for (int i = 0; i < kLanes; i++) {
-      uint32_t bits = (uint32_t)rows[i][h] << 16;
-      std::memcpy(out + (size_t)h * kLanes + i, &bits, 4);
-    }
+  for (int h = done; h < head_dim; h += 2)
+    for (int i = 0; i < kLanes; i++) std::memcpy(out + (size_t)h * kLanes + 2 * i, rows[i] + h, 4);
 }
 
 template <int P>
-INLINE void score(const Pair* pair, const float* keys, int head_dim, int position) {
+INLINE void score(const Pair* pair, const uint16_t* keys, int head_dim, int position) {
   F sum[P];
   for (int i = 0; i < P; i++) sum[i] = f_zero();
-  for (int h = 0; h < head_dim; h++) {
-    F k = f_load(keys + (size_t)h * kLanes);
+  for (int h = 0; h < head_dim; h += 2) {
+    I k = i_load(keys + (size_t)h * kLanes);
 #pragma GCC unroll 8
-    for (int i = 0; i < P; i++) sum[i] = f_fma(f_set(pair[i].query[h]), k, sum[i]);
+    for (int i = 0; i < P; i++) sum[i] = dot_bf16(sum[i], load_i32(pair[i].query + h), k);
   }
   for (int i = 0; i < P; i++) f_store(pair[i].scores + position, sum[i]);
 }
 
-inline void score_all(const Pair* pair, int count, const float* keys, int head_dim, int position) {
-  for (; count >= 6; count -= 6, pair += 6) score<6>(pair, keys, head_dim, position);
+inline void score_all(const Pair* pair, int count, const uint16_t* keys, int head_dim,
+                      int position) {
+  for (; count >= 8; count -= 8, pair += 8) score<8>(pair, keys, head_dim, position);
   switch (count) {
+    case 7: score<7>(pair, keys, head_dim, position); break;
+    case 6: score<6>(pair, keys, head_dim, position); break;
     case 5: score<5>(pair, keys, head_dim, position); break;
     case 4: score<4>(pair, keys, head_dim, position); break;
     case 3: score<3>(pair, keys, head_dim, position); break;
@@ -96,39 +93,74 @@ inline void score_all(const Pair* pair, int count, const float* keys, int head_d
   }
 }
 
-// Scores to weights exp(score - best); returns one over their sum.
+// Scores to weights exp(score - best), rounded to bf16 in place (zeros up to the next 16); returns
+// one over the sum of the rounded weights.
 inline float soften(float* scores, int visible) {
   int padded = (visible + kLanes - 1) / kLanes * kLanes;
   for (int i = visible; i < padded; i++) scores[i] = scores[visible - 1];
   F best = f_load(scores);
   for (int i = kLanes; i < padded; i += kLanes) best = f_max(best, f_load(scores + i));
   F most = f_set(reduce_max(best)), sum = f_zero();
+  uint16_t* weights = reinterpret_cast<uint16_t*>(scores);  // behind what is still to be read
   for (int i = 0; i < padded; i += kLanes) {
-    f_store(scores + i, f_exp(f_sub(f_load(scores + i), most)));
-    if (i + kLanes > visible)
-      for (int j = visible; j < padded; j++) scores[j] = 0.0f;
-    sum = f_add(sum, f_load(scores + i));
+    I rounded = to_bf16(f_exp(f_sub(f_load(scores + i), most)));
+    if (i + kLanes > visible) {
+      alignas(64) int32_t lane[kLanes];
+      i_store(lane, rounded);
+      for (int j = visible - i; j < kLanes; j++) lane[j] = 0;
+      rounded = i_load(lane);
+    }
+    sum = f_add(sum, as_f(i_shl<16>(rounded)));
+    i_store_words(weights + i, rounded);
   }
   return 1.0f / reduce_add(sum);
 }
 
-// out += weight * value for cache rows [first, last), V * 16 lanes of the head, P pairs at once.
+// Sixteen lanes of the values of two neighbouring positions, as bf16 pairs.
+INLINE I value_pairs(const uint16_t* even, const uint16_t* odd) {
+  return i_or(i_load_words(even), i_shl<16>(i_load_words(odd)));
+}
+
+// The same for V * 16 lanes.
+template <int V>
+INLINE void load_values(const uint16_t* even, const uint16_t* odd, I* x) {
+#if defined(__AVX512F__)
+  if (V % 2 == 0) {
+    const I low = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a,
+                                   0x290009, 0x280008, 0x270007, 0x260006, 0x250005, 0x240004,
+                                   0x230003, 0x220002, 0x210001, 0x200000);
+    const I high = i_add(low, i_set(0x100010));
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v += 2) {
+      I a = i_load(even + v * kLanes), b = i_load(odd + v * kLanes);
+      x[v] = _mm512_permutex2var_epi16(a, low, b);
+      x[v + 1] = _mm512_permutex2var_epi16(a, high, b);
+    }
+    return;
+  }
+#endif
+  for (int v = 0; v < V; v++) x[v] = value_pairs(even + v * kLanes, odd + v * kLanes);
+}
+
+INLINE int32_t weight_pair(const Pair& pair, int position) {
+  return load_i32(reinterpret_cast<const uint16_t*>(pair.scores) + position);
+}
+
+// out += weight * value for cache rows [0, end), end even, V * 16 lanes of the head, P pairs.
 template <int P, int V>
-INLINE void mix(const Pair* pair, const uint16_t* values, int head_dim, int lane, int first,
-                int last) {
+INLINE void mix(const Pair* pair, const uint16_t* values, int head_dim, int lane, int end) {
   F sum[P][V];
   for (int i = 0; i < P; i++)
-    for (int v = 0; v < V; v++) sum[i][v] = f_load(pair[i].out + lane + v * kLanes);
-  for (int row = first; row < last; row++) {
+    for (int v = 0; v < V; v++) sum[i][v] = f_zero();
+  for (int row = 0; row < end; row += 2) {
     const uint16_t* value = values + (size_t)row * head_dim + lane;
-    F x[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) x[v] = f_load_bf16(value + v * kLanes);
+    I x[V];
+    load_values<V>(value, value + head_dim, x);
 #pragma GCC unroll 8
     for (int i = 0; i < P; i++) {
-      F weight = f_set(pair[i].scores[row]);
+      int32_t weights = weight_pair(pair[i], row);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) sum[i][v] = f_fma(weight, x[v], sum[i][v]);
+      for (int v = 0; v < V; v++) sum[i][v] = dot_bf16(sum[i][v], weights, x[v]);
     }
   }
   for (int i = 0; i < P; i++)
@@ -136,21 +168,24 @@ INLINE void mix(const Pair* pair, const uint16_t* values, int head_dim, int lane
 }
 
 template <int P>
-inline void mix_head(const Pair* pair, const uint16_t* values, int head_dim, int first, int last) {
+inline void mix_head(const Pair* pair, const uint16_t* values, int head_dim, int end) {
   int lane = 0;
-  for (; lane + 64 <= head_dim; lane += 64)
-    mix<P, 4>(pair, values, head_dim, lane, first, last);
-  for (; lane < head_dim; lane += kLanes)
-    mix<P, 1>(pair, values, head_dim, lane, first, last);
+  for (; lane + 64 <= head_dim; lane += 64) mix<P, 4>(pair, values, head_dim, lane, end);
+  for (; lane < head_dim; lane += kLanes) mix<P, 1>(pair, values, head_dim, lane, end);
 }
 
+// The rest of a path, from an even position on.
 inline void mix_path(const Pair& pair, const uint16_t* values, int head_dim, int first) {
-  for (int p = first; p < pair.path.visible; p++) {
-    const uint16_t* value = values + (size_t)cache_row(pair.path, p) * head_dim;
-    F weight = f_set(pair.scores[p]);
-    for (int lane = 0; lane < head_dim; lane += kLanes)
-      f_store(pair.out + lane,
-              f_fma(weight, f_load_bf16(value + lane), f_load(pair.out + lane)));
+  alignas(64) static const uint16_t nothing[kLanes] = {0};
+  for (int p = first; p < pair.path.visible; p += 2) {
+    bool whole = p + 1 < pair.path.visible;
+    const uint16_t* even = values + (size_t)cache_row(pair.path, p) * head_dim;
+    const uint16_t* odd = whole ? values + (size_t)cache_row(pair.path, p + 1) * head_dim : nothing;
+    int32_t weights = weight_pair(pair, p);
+    for (int lane = 0; lane < head_dim; lane += kLanes) {
+      I x = value_pairs(even + lane, whole ? odd + lane : nothing);
+      f_store(pair.out + lane, dot_bf16(f_load(pair.out + lane), weights, x));
+    }
   }
 }
 
@@ -168,18 +203,19 @@ inline void mix_all(const Pair* pair, int count, const uint16_t* values, int hea
 #endif
     int common = plain_keys(pair[0].path);
     for (int i = 1; i < now; i++) common = least(common, plain_keys(pair[i].path));
-    if (now == 6) mix_head<6>(pair, values, head_dim, 0, common);
-    else if (now == 3) mix_head<3>(pair, values, head_dim, 0, common);
-    else mix_head<1>(pair, values, head_dim, 0, common);
+    common &= ~1;
+    if (now == 6) mix_head<6>(pair, values, head_dim, common);
+    else if (now == 3) mix_head<3>(pair, values, head_dim, common);
+    else mix_head<1>(pair, values, head_dim, common);
     for (int i = 0; i < now; i++) mix_path(pair[i], values, head_dim, common);
     pair += now, count -= now;
   }
 }
 
 // Attention of pairs of one sequence and one key head. Pairs of a row are neighbours.
-// `written`: rows of the slot that hold keys; `scratch`: [head_dim, 16] floats.
+// `written`: rows of the slot that hold keys; `scratch`: [head_dim, 16] bf16.
 inline void attend(const Pair* pair, int count, const uint16_t* keys, const uint16_t* values,
-                   int head_dim, int written, float* scratch) {
+                   int head_dim, int written, uint16_t* scratch) {
   int most = 0;
   for (int i = 0; i < count; i++) most = pair[i].path.visible > most ? pair[i].path.visible : most;
   const uint16_t* rows[kLanes];
@@ -214,8 +250,6 @@ inline void attend(const Pair* pair, int count, const uint16_t* keys, const uint
       i = stop;
     }
   }
-  for (int i = 0; i < count; i++)
-    for (int lane = 0; lane < head_dim; lane += kLanes) f_store(pair[i].out + lane, f_zero());
   float inverse[32];
   for (int i = 0; i < count; i++) inverse[i] = soften(pair[i].scores, pair[i].path.visible);
   mix_all(pair, count, values, head_dim);

@@ -187,7 +187,9 @@ struct Worker {
       if (layer.rotate) rotate(x, pass.cosine + at, pass.sine + at, half);
     }
     if (query) {
-      for (int i = 0; i < dim; i++) x[i] *= model.attention_scale;
+      uint16_t* rounded = reinterpret_cast<uint16_t*>(x);  // in place; behind what is yet to be read
+      for (int i = 0; i < dim; i += kLanes)
+        f_store_bf16(rounded + i, f_mul(f_load(x + i), f_set(model.attention_scale)));
       return;
     }
     const outrider::Segment& segment = pass.segment[path.segment];
@@ -209,7 +211,8 @@ struct Worker {
       int row = segment.first_row + (tile.first + i) / group;
       int head = tile.kv_head * group + (tile.first + i) % group;
       const outrider::RowPath& path = job.path[row];
-      pair[i].query = job.qkv + ((size_t)row * (model.heads + 2 * model.kv_heads) + head) * dim;
+      const float* query = job.qkv + ((size_t)row * (model.heads + 2 * model.kv_heads) + head) * dim;
+      pair[i].query = reinterpret_cast<const uint16_t*>(query);
       pair[i].out = job.mixed + ((size_t)row * model.heads + head) * dim;
       pair[i].scores = mine.scores + i * stride;
       pair[i].path = {path.visible, path.plain, path.past};

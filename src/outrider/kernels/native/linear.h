@@ -82,7 +82,7 @@ constexpr int kMostRows = 8;
 #else
 constexpr int kMostRows = 2;
 #endif
-constexpr int kAhead = 2048;  // bytes between a weight that is used and the one that is fetched
+constexpr int kAhead = 4096;  // bytes between a weight that is used and the one that is fetched
 
 INLINE void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 

@@ -28,7 +28,7 @@ struct ActsBuffer {  // see Acts in linear.h
 struct ThreadBuffers {
   ActsBuffer acts;  // for a few rows, prepared by every thread for itself
   float* row;       // one row of the widest input
-  float* keys;      // [head_dim, 16]
+  uint16_t* keys;   // [head_dim, 16]
   float* scores;    // [kTilePairs, most visible rounded up to 16]
 };
 

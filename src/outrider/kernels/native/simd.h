@@ -51,6 +51,7 @@ INLINE void i_store(void* p, I v) { _mm512_storeu_si512(p, v); }
 INLINE I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
 INLINE I i_sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 INLINE I i_and(I a, I b) { return _mm512_and_si512(a, b); }
+INLINE I i_or(I a, I b) { return _mm512_or_si512(a, b); }
 INLINE I i_max(I a, I b) { return _mm512_max_epi32(a, b); }
 template <int S> INLINE I i_shl(I a) { return _mm512_slli_epi32(a, S); }
 template <int S> INLINE I i_shr(I a) { return _mm512_srli_epi32(a, S); }
@@ -60,6 +61,9 @@ INLINE F as_f(I a) { return _mm512_castsi512_ps(a); }
 INLINE I as_i(F a) { return _mm512_castps_si512(a); }
 INLINE void i_store_bytes(void* p, I v) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(v));
+}
+INLINE I i_load_words(const uint16_t* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
 }
 INLINE void i_store_words(void* p, I v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(v));
@@ -113,6 +117,7 @@ INLINE void i_store(void* p, I v) {
 INLINE I i_add(I a, I b) { return OUTRIDER_PAIR(_mm256_add_epi32, a, b); }
 INLINE I i_sub(I a, I b) { return OUTRIDER_PAIR(_mm256_sub_epi32, a, b); }
 INLINE I i_and(I a, I b) { return OUTRIDER_PAIR(_mm256_and_si256, a, b); }
+INLINE I i_or(I a, I b) { return OUTRIDER_PAIR(_mm256_or_si256, a, b); }
 INLINE I i_max(I a, I b) { return OUTRIDER_PAIR(_mm256_max_epi32, a, b); }
 template <int S> INLINE I i_shl(I a) {
   return {_mm256_slli_epi32(a.lo, S), _mm256_slli_epi32(a.hi, S)};
@@ -128,6 +133,10 @@ INLINE void i_store_bytes(void* p, I v) {  // truncates, like the AVX-512 instru
   alignas(32) int32_t lane[16];
   i_store(lane, v);
   for (int i = 0; i < 16; i++) ((uint8_t*)p)[i] = (uint8_t)lane[i];
+}
+INLINE I i_load_words(const uint16_t* p) {
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 INLINE void i_store_words(void* p, I v) {
   alignas(32) int32_t lane[16];
