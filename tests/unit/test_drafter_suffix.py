@@ -120,7 +120,7 @@ def test_the_best_score_wins(
 def test_equal_scores_go_to_the_longer_match() -> None:
     # After 1 2 came 3, which ends. After 2 alone came 5 (2/3), then 6 (1/2): 2/3 + 1/3 is as much.
     text = [1, 2, 3, 4, 2, 5, 6, 7, 2, 5, 8, 9, 1, 2]
-    drafter = SuffixDrafter(SuffixConfig(factor=0.0, offset=3.0))
+    drafter = SuffixDrafter(SuffixConfig(factor=0.0, offset=3.0, shape="path"))
     assert propose(drafter, text, ends=frozenset({3, 6, 8})).tokens == (2, 3)
 
 

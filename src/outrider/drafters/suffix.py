@@ -35,7 +35,11 @@ NO_GUESS = Guess([], [], [], 0.0)
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """How suffix decoding matches, guesses and remembers. Defaults as published.
+    """How suffix decoding matches, guesses and remembers.
+
+    Published defaults are factor 1 and paths. Here the engine's budget cuts what does not pay, by
+    what was accepted before, so the drafter may offer more: on the built-in workloads trees with
+    factor 8 gained 5 to 15 % over the published defaults (docs/log.md).
 
     Attributes:
         depth: the longest context and draft together, in tokens.
@@ -49,10 +53,10 @@ class SuffixConfig:
     """
 
     depth: int = 64
-    factor: float = 1.0
+    factor: float = 8.0
     offset: float = 0.0
     min_probability: float = 0.1
-    shape: Shape = "path"
+    shape: Shape = "tree"
     cached_requests: int = 10_000
     cached_tokens: int = 200_000
     max_tenants: int = 64
