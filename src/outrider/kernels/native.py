@@ -51,7 +51,6 @@ class MatrixStruct(Structure):
         ("reserved", c_int32),
         ("data", c_void_p),
         ("scale", c_void_p),
-        ("compensation", c_void_p),
     )
 
 
@@ -119,7 +118,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "outrider_pack_float32": (None, (c_void_p, c_int64, c_int64, c_void_p)),
     "outrider_pack_bfloat16": (None, (c_void_p, c_int64, c_int64, c_void_p)),
-    "outrider_pack_int8": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "outrider_pack_int8": (None, (c_void_p, c_int64, c_int64, c_void_p)),
     "outrider_pack_int4_groups": (
         None,
         (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
@@ -220,7 +219,6 @@ class PackedMatrix:
     struct: MatrixStruct
     data: Tensor
     scale: Tensor | None = None
-    compensation: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -259,7 +257,7 @@ def pack(weight: Weight, arena: Arena | None = None) -> PackedMatrix:
     n, k = weight.shape
     size = packed_bytes(kind, n, k)
     data = torch.empty(size, dtype=torch.uint8) if arena is None else arena.take(size)
-    scale = compensation = None
+    scale = None
     match weight:
         case FloatWeight(values=values):
             values = values.contiguous()
@@ -271,8 +269,7 @@ def pack(weight: Weight, arena: Arena | None = None) -> PackedMatrix:
             padded = -(-n // BLOCK) * BLOCK
             scale = torch.zeros(padded)
             scale[:n] = weight.scale
-            compensation = torch.empty(padded, dtype=torch.int32)
-            library.outrider_pack_int8(q.data_ptr(), n, k, data.data_ptr(), compensation.data_ptr())
+            library.outrider_pack_int8(q.data_ptr(), n, k, data.data_ptr())
         case Int8GroupsWeight():
             q, scales = weight.q.contiguous(), weight.scale.half().contiguous()
             library.outrider_pack_int8_groups(
@@ -291,9 +288,8 @@ def pack(weight: Weight, arena: Arena | None = None) -> PackedMatrix:
         0,
         data.data_ptr(),
         None if scale is None else scale.data_ptr(),
-        None if compensation is None else compensation.data_ptr(),
     )
-    return PackedMatrix(struct, data, scale, compensation)
+    return PackedMatrix(struct, data, scale)
 
 
 def linear(x_MK: Tensor, matrix: PackedMatrix, *, threads: int) -> Tensor:

@@ -110,7 +110,7 @@ def to_int4(weight_NK: Tensor) -> Int4Weight:
 def _groups(x_NK: Tensor) -> Tensor:
     """[N, G, 32], zeros behind the end."""
     padded = F.pad(x_NK, (0, -x_NK.shape[1] % GROUP))
-    return padded.view(len(padded), -1, GROUP)
+    return padded.view(len(padded), padded.shape[1] // GROUP, GROUP)
 
 
 def take_rows(weight: Weight, index: Tensor) -> Weight:
@@ -166,27 +166,25 @@ def dense(weight: Weight) -> Tensor:
 
 
 def quantise_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations as int8 [M, K] and fp32 scales [M]: scale = max |x| / 127 of the row."""
-    most = x_MK.abs().amax(1)
+    """Activations as int8 [M, G, 32] and fp32 scales [M, G]: scale = max |x| / 127 of the group.
+
+    One scale per row is not enough: a few inputs of a row are a hundred times the others, and with
+    those the logits of SmolLM2-135M lose five times more (mean KL divergence 0.040 and 0.008).
+    """
+    groups = _groups(x_MK)
+    most = groups.abs().amax(2)
     inverse = torch.where(most > 1e-30, 127.0 / most, torch.zeros_like(most))
-    q = (x_MK * inverse[:, None]).round_().to(torch.int8)
+    q = (groups * inverse[..., None]).round_().to(torch.int8)
     return q, most / 127.0
 
 
 def linear(x_MK: Tensor, weight: Weight) -> Tensor:
-    """x Wᵀ [M, N] in fp32, as the kernels define it.
-
-    For `Int8Weight` the kernels give these very bits; the grouped kinds add their groups in order
-    (the twin: in fp64), the float kinds add over K in order.
+    """x Wᵀ [M, N] in fp32, in higher precision than the kernels, which add groups (or, for the
+    float kinds, single products) in order in fp32.
     """
-    match weight:
-        case FloatWeight(values=values):
-            x = x_MK.to(values.dtype).double()
-            return (x @ values.double().T).float()
-        case Int8Weight(q=q, scale=scale):
-            xq, xs = quantise_rows(x_MK)
-            dots = (xq.double() @ q.double().T).float()  # exact: below 2^53, rounded once
-            return dots * scale[None] * xs[:, None]
-        case _:
-            xq, xs = quantise_rows(x_MK)
-            return ((xq.double() @ dense(weight).double().T) * xs.double()[:, None]).float()
+    if isinstance(weight, FloatWeight):
+        x = x_MK.to(weight.values.dtype).double()
+        return (x @ weight.values.double().T).float()
+    q, scale = quantise_rows(x_MK)
+    x = (q.double() * scale.double()[..., None]).flatten(1)[:, : x_MK.shape[1]]
+    return (x @ dense(weight).double().T).float()

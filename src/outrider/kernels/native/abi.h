@@ -25,8 +25,7 @@ struct Matrix {
   int32_t k;        // inputs, without padding
   int32_t reserved;
   const void* data;
-  const float* scale;           // kInt8: [blocks * 32]
-  const int32_t* compensation;  // kInt8: [blocks * 32], 128 * sum of the column
+  const float* scale;  // kInt8: [blocks * 32]
 };
 
 struct Layer {

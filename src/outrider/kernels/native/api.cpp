@@ -73,8 +73,9 @@ class Arena {
 void take_acts(Arena& arena, ActsBuffer& acts, int64_t rows, int64_t k, bool floats, bool halves) {
   int64_t ld = up(k, 64);
   arena.take(acts.bytes, rows * ld);
-  arena.take(acts.scale, rows);
-  arena.take(acts.sums, rows * (ld / kGroup));
+  arena.take(acts.scale, rows * (ld / kGroup));
+  arena.take(acts.start, rows * (ld / kGroup));
+  arena.take(acts.lift, rows * (ld / kGroup));
   arena.take(acts.halves, halves ? rows * ld : 0);
   arena.take(acts.floats, floats ? rows * ld : 0);
 }
@@ -239,9 +240,8 @@ EXPORT void outrider_pack_float32(const float* w, int64_t n, int64_t k, float* o
 EXPORT void outrider_pack_bfloat16(const uint16_t* w, int64_t n, int64_t k, uint16_t* out) {
   pack_bfloat16(w, n, k, out);
 }
-EXPORT void outrider_pack_int8(const int8_t* w, int64_t n, int64_t k, int8_t* out,
-                               int32_t* compensation) {
-  pack_int8(w, n, k, out, compensation);
+EXPORT void outrider_pack_int8(const int8_t* w, int64_t n, int64_t k, uint8_t* out) {
+  pack_int8(w, n, k, out);
 }
 EXPORT void outrider_pack_int4_groups(const uint8_t* q, const uint16_t* scale,
                                       const uint16_t* minimum, int64_t n, int64_t k,

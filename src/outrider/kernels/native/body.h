@@ -13,7 +13,7 @@ using outrider::Model;
 using outrider::Team;
 
 INLINE Acts acts_of(const ActsBuffer& b, int k) {
-  return {b.bytes, b.scale, b.sums, b.halves, b.floats, round_up(k, 64)};
+  return {b.bytes, b.scale, b.start, b.lift, b.halves, b.floats, round_up(k, 64)};
 }
 
 // out = x / sqrt(mean(x^2) + epsilon) * weight, the squares summed in 16 lanes.

@@ -17,9 +17,10 @@ INLINE int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
 // Activations as a kind of weight wants them. Only the parts of that kind are filled.
 struct Acts {
-  uint8_t* bytes;  // [rows, ld] int8, or uint8 with kInt8Offset added
-  float* scale;    // [rows]
-  int32_t* sums;   // [rows, groups] sums of the int8 values over each group
+  uint8_t* bytes;    // [rows, ld] int8
+  float* scale;      // [rows, groups] of 32 values along K
+  int32_t* start;    // [rows, groups] -kOffsetWeights * sum of the int8 values
+  float* lift;       // [rows, groups] scale * sum of the int8 values
   uint16_t* halves;  // [rows, ld] bf16
   float* floats;     // [rows, ld]
   int ld;            // K rounded up to 64
@@ -33,27 +34,28 @@ INLINE F load_tail(const float* x, int k, int count) {
   return f_load(lane);
 }
 
-// One row to int8 with one scale: scale = max |x| / 127, round to nearest even. A row with a NaN
+// One row to int8 in groups of 32: scale = max |x| / 127, round to nearest even. A group with a NaN
 // or an infinity gets a scale that is not finite, so that the fault shows in every output.
-inline void quantise_row(const float* x, int k, int32_t offset, Acts a, int row, bool sums) {
+inline void quantise_row(const float* x, int k, Acts a, int row) {
   uint8_t* out = a.bytes + (size_t)row * a.ld;
-  I most = i_zero();
-  for (int i = 0; i < k; i += kLanes)
-    most = i_max(most, i_and(as_i(load_tail(x, i, k)), i_set(0x7fffffff)));
-  int32_t bits = reduce_max_i(most);
-  float amax;
-  std::memcpy(&amax, &bits, 4);
-  a.scale[row] = amax / 127.0f;
-  F inverse = f_set(amax > 1e-30f ? 127.0f / amax : 0.0f);
   int groups = a.ld / kGroup;
   for (int g = 0; g < groups; g++) {
-    I total = i_zero();
-    for (int i = g * kGroup; i < (g + 1) * kGroup; i += kLanes) {
-      I q = i < k ? f_round(f_mul(load_tail(x, i, k), inverse)) : i_zero();
-      total = i_add(total, q);
-      i_store_bytes(out + i, i_add(q, i_set(offset)));
-    }
-    if (sums) a.sums[row * groups + g] = reduce_add_i(total);
+    int at = g * kGroup;
+    F low = at < k ? load_tail(x, at, k) : f_zero();
+    F high = at + kLanes < k ? load_tail(x, at + kLanes, k) : f_zero();
+    const I magnitude = i_set(0x7fffffff);
+    int32_t bits = reduce_max_i(i_max(i_and(as_i(low), magnitude), i_and(as_i(high), magnitude)));
+    float most;
+    std::memcpy(&most, &bits, 4);
+    F inverse = f_set(most > 1e-30f ? 127.0f / most : 0.0f);
+    I q0 = f_round(f_mul(low, inverse)), q1 = f_round(f_mul(high, inverse));
+    i_store_bytes(out + at, q0);
+    i_store_bytes(out + at + kLanes, q1);
+    int32_t sum = reduce_add_i(i_add(q0, q1));
+    float scale = most / 127.0f;
+    a.scale[row * groups + g] = scale;
+    a.start[row * groups + g] = -kOffsetWeights * sum;
+    a.lift[row * groups + g] = scale * (float)sum;
   }
 }
 
@@ -69,11 +71,8 @@ inline void prepare(const Matrix& w, const float* x, int row, Acts a) {
         f_store_bf16(a.halves + (size_t)row * a.ld + i,
                      i < w.k ? load_tail(x, i, w.k) : f_zero());
       break;
-    case outrider::kInt8:
-      quantise_row(x, w.k, kInt8Offset, a, row, false);
-      break;
     default:
-      quantise_row(x, w.k, 0, a, row, true);
+      quantise_row(x, w.k, a, row);
   }
 }
 
@@ -92,92 +91,74 @@ INLINE void put_tile(float* out, int r, F left, F right) {
 }
 
 // Each tile computes R rows of one block: out [R, 32].
-template <int R>
-void tile_int8(const Matrix& w, int block, const Acts& a, int row, float* out) {
-  int steps = round_up(w.k, 4) / 4;
-  const int8_t* p = (const int8_t*)w.data + (size_t)block * steps * 128;
-  const uint8_t* x = a.bytes + (size_t)row * a.ld;
-  I left[R], right[R];
-  for (int r = 0; r < R; r++) left[r] = right[r] = i_zero();
-  for (int s = 0; s < steps; s++, p += 128) {
-    fetch(p + kAhead);
-    fetch(p + kAhead + 64);
-    I w0 = i_load(p), w1 = i_load(p + 64);
+// Bytes of 16 columns and one group of 32.
+constexpr int group_bytes(int kind) {
+  return kind == outrider::kInt8 ? 512 : kind == outrider::kInt8Groups ? 32 + 512 : 64 + 256;
+}
+
+// sum += products of R rows with one group: integers, exact.
+template <int R, int Kind>
+INLINE void dot_group(const uint8_t* q, const uint8_t* x, int ld, I* sum) {
+  if (Kind == outrider::kInt4Groups) {
+    const I nibble = i_set(0x0f0f0f0f);
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; s++) {
+      I both = i_load(q + 64 * s);
+      I low = i_and(both, nibble), high = i_and(i_shr<4>(both), nibble);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      I xr = i_set(load_i32(x + (size_t)r * a.ld + 4 * s));
-      left[r] = dot_signed(left[r], xr, w0);
-      right[r] = dot_signed(right[r], xr, w1);
+      for (int r = 0; r < R; r++) {
+        const uint8_t* xr = x + (size_t)r * ld + 4 * s;
+        sum[r] = dot_nibbles(sum[r], i_set(load_i32(xr)), low);
+        sum[r] = dot_nibbles(sum[r], i_set(load_i32(xr + 16)), high);
+      }
     }
+    return;
   }
-  int n = block * kBlock;
-  F s0 = f_load(w.scale + n), s1 = f_load(w.scale + n + 16);
-  I c0 = i_zero(), c1 = i_zero();
-  if (kInt8Offset) c0 = i_load(w.compensation + n), c1 = i_load(w.compensation + n + 16);
+#pragma GCC unroll 8
+  for (int s = 0; s < 8; s++) {
+    I w = i_load(q + 64 * s);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    F xs = f_set(a.scale[row + r]);
-    put_tile(out, r, f_mul(f_mul(i_to_f(i_sub(left[r], c0)), s0), xs),
-             f_mul(f_mul(i_to_f(i_sub(right[r], c1)), s1), xs));
+    for (int r = 0; r < R; r++)
+      sum[r] = dot_offset(sum[r], i_set(load_i32(x + (size_t)r * ld + 4 * s)), w);
   }
 }
 
-// Groups of 32 along K: integers within a group, floats over the groups in order.
-// 4 bits: y = xs * sum_g (scale * dot + minimum * sum(x)). 8 bits: y = xs * sum_g scale * dot.
-template <int R, bool Nibbles>
+// The kinds of few bits, with xs the scale of the row's group: integers within a group, floats over
+// the groups in order.
+//   kInt8        y = scale * sum_g xs * dot
+//   kInt8Groups  y = sum_g xs * (scale * dot)
+//   kInt4Groups  y = sum_g minimum * (xs * sum(x)) + xs * (scale * dot)
+template <int R, int Kind>
 void tile_groups(const Matrix& w, int block, const Acts& a, int row, float* out) {
-  constexpr int kBytes = Nibbles ? 64 + 256 : 32 + 512;  // of 16 columns and one group
+  constexpr int kBytes = group_bytes(Kind), kScales = kBytes % 256;
+  constexpr bool kFour = Kind == outrider::kInt4Groups;
   int groups = round_up(w.k, kGroup) / kGroup, all = a.ld / kGroup;
   const uint8_t* p = (const uint8_t*)w.data + (size_t)block * groups * 2 * kBytes;
-  const uint8_t* x = a.bytes + (size_t)row * a.ld;
-  const int32_t* sums = a.sums + (size_t)row * all;
-  F total[2][R];
-  for (int r = 0; r < R; r++) total[0][r] = total[1][r] = f_zero();
+  size_t first = (size_t)row * all;
   for (int half = 0; half < 2; half++) {
-    for (int g = 0; g < groups; g++, p += kBytes) {
+    const uint8_t* x = a.bytes + (size_t)row * a.ld;
+    F total[R];
+    for (int r = 0; r < R; r++) total[r] = f_zero();
+    for (int g = 0; g < groups; g++, p += kBytes, x += kGroup) {
       for (int i = 0; i < kBytes; i += 64) fetch(p + kAhead + i);
-      const uint8_t* q = p + (Nibbles ? 64 : 32);
-      const uint8_t* xg = x + g * kGroup;
       I dot[R];
-      for (int r = 0; r < R; r++) dot[r] = i_zero();
-      if (Nibbles) {
-#pragma GCC unroll 4
-        for (int s = 0; s < 4; s++) {
-          I both = i_load(q + 64 * s);
-          I low = i_and(both, i_set(0x0f0f0f0f)), high = i_and(i_shr<4>(both), i_set(0x0f0f0f0f));
 #pragma GCC unroll 16
-          for (int r = 0; r < R; r++) {
-            const uint8_t* xr = xg + (size_t)r * a.ld + 4 * s;
-            dot[r] = dot_nibbles(dot[r], i_set(load_i32(xr)), low);
-            dot[r] = dot_nibbles(dot[r], i_set(load_i32(xr + 16)), high);
-          }
-        }
-      } else {
-#pragma GCC unroll 8
-        for (int s = 0; s < 8; s++) {
-          I w0 = i_load(q + 64 * s);
-#pragma GCC unroll 16
-          for (int r = 0; r < R; r++)
-            dot[r] = dot_offset(dot[r], i_set(load_i32(xg + (size_t)r * a.ld + 4 * s)), w0);
-        }
-      }
-      F scale = f_load_f16((const uint16_t*)p);
-      F minimum = Nibbles ? f_load_f16((const uint16_t*)p + 16) : f_zero();
+      for (int r = 0; r < R; r++) dot[r] = kFour ? i_zero() : i_set(a.start[first + r * all + g]);
+      dot_group<R, Kind>(p + kScales, x, a.ld, dot);
+      F scale = kScales ? f_load_f16((const uint16_t*)p) : f_zero();
+      F minimum = kFour ? f_load_f16((const uint16_t*)p + 16) : f_zero();
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        int32_t sum = sums[r * all + g];
-        if (Nibbles)
-          total[half][r] = f_fma(minimum, f_set((float)sum), total[half][r]);
-        else
-          dot[r] = i_sub(dot[r], i_set(kOffsetWeights * sum));
-        total[half][r] = f_fma(scale, i_to_f(dot[r]), total[half][r]);
+        F value = i_to_f(dot[r]);
+        if (kScales) value = f_mul(value, scale);
+        if (kFour) total[r] = f_fma(minimum, f_set(a.lift[first + r * all + g]), total[r]);
+        total[r] = f_fma(value, f_set(a.scale[first + r * all + g]), total[r]);
       }
     }
-  }
+    F column = kScales ? f_zero() : f_load(w.scale + block * kBlock + half * kLanes);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    F xs = f_set(a.scale[row + r]);
-    put_tile(out, r, f_mul(total[0][r], xs), f_mul(total[1][r], xs));
+    for (int r = 0; r < R; r++)
+      f_store(out + r * kBlock + half * kLanes, kScales ? total[r] : f_mul(total[r], column));
   }
 }
 
@@ -227,9 +208,10 @@ inline void tile(const Matrix& w, int block, const Acts& a, int row, float* out)
   switch (w.kind) {
     case outrider::kFloat32: return tile_fp32<R>(w, block, a, row, out);
     case outrider::kBfloat16: return tile_bf16<R>(w, block, a, row, out);
-    case outrider::kInt8: return tile_int8<R>(w, block, a, row, out);
-    case outrider::kInt4Groups: return tile_groups<R, true>(w, block, a, row, out);
-    default: return tile_groups<R, false>(w, block, a, row, out);
+    case outrider::kInt8: return tile_groups<R, outrider::kInt8>(w, block, a, row, out);
+    case outrider::kInt4Groups:
+      return tile_groups<R, outrider::kInt4Groups>(w, block, a, row, out);
+    default: return tile_groups<R, outrider::kInt8Groups>(w, block, a, row, out);
   }
 }
 

@@ -20,7 +20,8 @@ struct RowPath {
 struct ActsBuffer {  // see Acts in linear.h
   uint8_t* bytes;
   float* scale;
-  int32_t* sums;
+  int32_t* start;
+  float* lift;
   uint16_t* halves;
   float* floats;
 };

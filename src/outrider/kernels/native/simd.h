@@ -170,6 +170,10 @@ INLINE float reduce_max(F v) {
   for (int i = 1; i < 16; i++) best = lane[i] > best ? lane[i] : best;
   return best;
 }
+#if defined(__AVX512F__)
+INLINE int32_t reduce_max_i(I v) { return _mm512_reduce_max_epi32(v); }
+INLINE int32_t reduce_add_i(I v) { return _mm512_reduce_add_epi32(v); }
+#else
 INLINE int32_t reduce_max_i(I v) {
   alignas(64) int32_t lane[16];
   i_store(lane, v);
@@ -184,6 +188,7 @@ INLINE int32_t reduce_add_i(I v) {
   for (int i = 0; i < 16; i++) sum += lane[i];
   return sum;
 }
+#endif
 
 // exp for x <= 88, by x = n ln 2 + r and a polynomial in r of degree 6; error below 2 ulp.
 INLINE F f_exp(F x) {
@@ -208,38 +213,29 @@ INLINE F f_silu(F x) {
 }
 
 // --- dot products of four bytes, exact in int32 -------------------------------------------------
-// `Bytes` holds four activations in every lane. AVX-512 takes them with 128 added where the weight
-// is signed; the caller subtracts 128 * sum(w). AVX2 takes them as they are: |w| <= 127 and
-// |x| <= 127 keep the 16-bit sums of its multiply below saturation.
+// dot_nibbles: sum += x * q for int8 x and q in 0 .. 15.
+// dot_offset: sum += x * w + kOffsetWeights * x for int8 x and w, given q = w + 128 as a byte.
 #if defined(__AVX512F__)
-constexpr int32_t kInt8Offset = 128;
-INLINE I dot_signed(I sum, I x, I w) { return _mm512_dpbusd_epi32(sum, x, w); }
-INLINE I dot_nibbles(I sum, I x, I q) { return _mm512_dpbusd_epi32(sum, q, x); }
-// q = w + 128 as an unsigned byte
-INLINE I dot_offset(I sum, I x, I q) { return _mm512_dpbusd_epi32(sum, q, x); }
 constexpr int32_t kOffsetWeights = 128;
+INLINE I dot_nibbles(I sum, I x, I q) { return _mm512_dpbusd_epi32(sum, q, x); }
+INLINE I dot_offset(I sum, I x, I q) { return _mm512_dpbusd_epi32(sum, q, x); }
 #else
-constexpr int32_t kInt8Offset = 0;
-INLINE __m256i dot_half(__m256i sum, __m256i x, __m256i w) {
-  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+constexpr int32_t kOffsetWeights = 0;
+INLINE __m256i add_pairs(__m256i sum, __m256i pairs) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-INLINE I dot_signed(I sum, I x, I w) {
-  return {dot_half(sum.lo, x.lo, w.lo), dot_half(sum.hi, x.hi, w.hi)};
-}
-INLINE __m256i dot_nibbles_half(__m256i sum, __m256i x, __m256i q) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(q, x),
-                                                 _mm256_set1_epi16(1)));
-}
 INLINE I dot_nibbles(I sum, I x, I q) {
-  return {dot_nibbles_half(sum.lo, x.lo, q.lo), dot_nibbles_half(sum.hi, x.hi, q.hi)};
+  return {add_pairs(sum.lo, _mm256_maddubs_epi16(q.lo, x.lo)),
+          add_pairs(sum.hi, _mm256_maddubs_epi16(q.hi, x.hi))};
+}
+// |w| <= 128 and |x| <= 127: the 16-bit sums of two products do not saturate.
+INLINE __m256i offset_pairs(__m256i x, __m256i q) {
+  __m256i w = _mm256_xor_si256(q, _mm256_set1_epi8((char)0x80));
+  return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
 }
 INLINE I dot_offset(I sum, I x, I q) {
-  __m256i flip = _mm256_set1_epi8((char)0x80);
-  return {dot_half(sum.lo, x.lo, _mm256_xor_si256(q.lo, flip)),
-          dot_half(sum.hi, x.hi, _mm256_xor_si256(q.hi, flip))};
+  return {add_pairs(sum.lo, offset_pairs(x.lo, q.lo)), add_pairs(sum.hi, offset_pairs(x.hi, q.hi))};
 }
-constexpr int32_t kOffsetWeights = 0;
 #endif
 
 // --- bf16 pairs: sum += x[0] * w[0] + x[1] * w[1] -------------------------------------------------
