@@ -72,6 +72,7 @@ class Arena {
 
 void take_acts(Arena& arena, ActsBuffer& acts, int64_t rows, int64_t k, bool floats, bool halves) {
   int64_t ld = up(k, 64);
+  rows = up(rows, 8);  // whole panels
   arena.take(acts.bytes, rows * ld);
   arena.take(acts.scale, rows * (ld / kGroup));
   arena.take(acts.start, rows * (ld / kGroup));

@@ -15,15 +15,23 @@ using outrider::Matrix;
 
 INLINE int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
-// Activations as a kind of weight wants them. Only the parts of that kind are filled.
+constexpr int kPanel = 8;  // rows whose activations lie side by side
+
+// Activations as a kind of weight wants them, in panels of 8 rows, so that a tile reads one run of
+// memory. Only the parts of that kind are filled.
 struct Acts {
-  uint8_t* bytes;    // [rows, ld] int8
-  float* scale;      // [rows, groups] of 32 values along K
-  int32_t* start;    // [rows, groups] -kOffsetWeights * sum of the int8 values
-  float* lift;       // [rows, groups] scale * sum of the int8 values
-  uint16_t* halves;  // [rows, ld] bf16
-  float* floats;     // [rows, ld]
+  uint8_t* bytes;    // [panels, ld / 4, 8, 4] int8
+  float* scale;      // [panels, groups, 8] of 32 values along K
+  int32_t* start;    // [panels, groups, 8] -kOffsetWeights * sum of the int8 values
+  float* lift;       // [panels, groups, 8] scale * sum of the int8 values
+  uint16_t* halves;  // [panels, ld / 2, 8, 2] bf16
+  float* floats;     // [panels, ld, 8]
   int ld;            // K rounded up to 64
+
+  // Where a row begins in an array with `each` elements per row, `together` of them in one run.
+  size_t at(int row, int each, int together) const {
+    return (size_t)(row / kPanel) * kPanel * each + (size_t)(row % kPanel) * together;
+  }
 };
 
 // The 16 lanes at `x[k]`, with zeros behind `count`.
@@ -37,9 +45,10 @@ INLINE F load_tail(const float* x, int k, int count) {
 // One row to int8 in groups of 32: scale = max |x| / 127, round to nearest even. A group with a NaN
 // or an infinity gets a scale that is not finite, so that the fault shows in every output.
 inline void quantise_row(const float* x, int k, Acts a, int row) {
-  uint8_t* out = a.bytes + (size_t)row * a.ld;
   int groups = a.ld / kGroup;
-  for (int g = 0; g < groups; g++) {
+  uint8_t* out = a.bytes + a.at(row, a.ld, 4);
+  size_t info = a.at(row, groups, 1);
+  for (int g = 0; g < groups; g++, info += kPanel) {
     int at = g * kGroup;
     F low = at < k ? load_tail(x, at, k) : f_zero();
     F high = at + kLanes < k ? load_tail(x, at + kLanes, k) : f_zero();
@@ -49,27 +58,37 @@ inline void quantise_row(const float* x, int k, Acts a, int row) {
     std::memcpy(&most, &bits, 4);
     F inverse = f_set(most > 1e-30f ? 127.0f / most : 0.0f);
     I q0 = f_round(f_mul(low, inverse)), q1 = f_round(f_mul(high, inverse));
-    i_store_bytes(out + at, q0);
-    i_store_bytes(out + at + kLanes, q1);
+    alignas(64) uint8_t bytes[kGroup];
+    i_store_bytes(bytes, q0);
+    i_store_bytes(bytes + kLanes, q1);
+    for (int s = 0; s < kGroup / 4; s++, out += 4 * kPanel) std::memcpy(out, bytes + 4 * s, 4);
     int32_t sum = reduce_add_i(i_add(q0, q1));
     float scale = most / 127.0f;
-    a.scale[row * groups + g] = scale;
-    a.start[row * groups + g] = -kOffsetWeights * sum;
-    a.lift[row * groups + g] = scale * (float)sum;
+    a.scale[info] = scale;
+    a.start[info] = -kOffsetWeights * sum;
+    a.lift[info] = scale * (float)sum;
+  }
+}
+
+inline void round_row(const float* x, int k, Acts a, int row) {
+  uint16_t* out = a.halves + a.at(row, a.ld, 2);
+  for (int i = 0; i < a.ld; i += kLanes) {
+    alignas(64) uint16_t lane[kLanes];
+    f_store_bf16(lane, i < k ? load_tail(x, i, k) : f_zero());
+    for (int s = 0; s < kLanes; s += 2, out += 2 * kPanel) std::memcpy(out, lane + s, 4);
   }
 }
 
 // Makes one row of the activations that weight `w` wants from `x` [w.k].
 inline void prepare(const Matrix& w, const float* x, int row, Acts a) {
   switch (w.kind) {
-    case outrider::kFloat32:
-      for (int i = 0; i < a.ld; i += kLanes)
-        f_store(a.floats + (size_t)row * a.ld + i, i < w.k ? load_tail(x, i, w.k) : f_zero());
+    case outrider::kFloat32: {
+      float* out = a.floats + a.at(row, a.ld, 1);
+      for (int i = 0; i < w.k; i++) out[i * kPanel] = x[i];
       break;
+    }
     case outrider::kBfloat16:
-      for (int i = 0; i < a.ld; i += kLanes)
-        f_store_bf16(a.halves + (size_t)row * a.ld + i,
-                     i < w.k ? load_tail(x, i, w.k) : f_zero());
+      round_row(x, w.k, a, row);
       break;
     default:
       quantise_row(x, w.k, a, row);
@@ -77,7 +96,7 @@ inline void prepare(const Matrix& w, const float* x, int row, Acts a) {
 }
 
 #if defined(__AVX512F__)
-constexpr int kMostRows = 8;
+constexpr int kMostRows = kPanel;
 #else
 constexpr int kMostRows = 2;
 #endif
@@ -98,7 +117,7 @@ constexpr int group_bytes(int kind) {
 
 // sum += products of R rows with one group: integers, exact.
 template <int R, int Kind>
-INLINE void dot_group(const uint8_t* q, const uint8_t* x, int ld, I* sum) {
+INLINE void dot_group(const uint8_t* q, const uint8_t* x, I* sum) {
   if (Kind == outrider::kInt4Groups) {
     const I nibble = i_set(0x0f0f0f0f);
 #pragma GCC unroll 4
@@ -107,9 +126,9 @@ INLINE void dot_group(const uint8_t* q, const uint8_t* x, int ld, I* sum) {
       I low = i_and(both, nibble), high = i_and(i_shr<4>(both), nibble);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        const uint8_t* xr = x + (size_t)r * ld + 4 * s;
+        const uint8_t* xr = x + 4 * kPanel * s + 4 * r;
         sum[r] = dot_nibbles(sum[r], i_set(load_i32(xr)), low);
-        sum[r] = dot_nibbles(sum[r], i_set(load_i32(xr + 16)), high);
+        sum[r] = dot_nibbles(sum[r], i_set(load_i32(xr + 16 * kPanel)), high);
       }
     }
     return;
@@ -119,7 +138,7 @@ INLINE void dot_group(const uint8_t* q, const uint8_t* x, int ld, I* sum) {
     I w = i_load(q + 64 * s);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-      sum[r] = dot_offset(sum[r], i_set(load_i32(x + (size_t)r * ld + 4 * s)), w);
+      sum[r] = dot_offset(sum[r], i_set(load_i32(x + 4 * kPanel * s + 4 * r)), w);
   }
 }
 
@@ -134,25 +153,25 @@ void tile_groups(const Matrix& w, int block, const Acts& a, int row, float* out)
   constexpr bool kFour = Kind == outrider::kInt4Groups;
   int groups = round_up(w.k, kGroup) / kGroup, all = a.ld / kGroup;
   const uint8_t* p = (const uint8_t*)w.data + (size_t)block * groups * 2 * kBytes;
-  size_t first = (size_t)row * all;
   for (int half = 0; half < 2; half++) {
-    const uint8_t* x = a.bytes + (size_t)row * a.ld;
+    const uint8_t* x = a.bytes + a.at(row, a.ld, 4);
+    size_t info = a.at(row, all, 1);
     F total[R];
     for (int r = 0; r < R; r++) total[r] = f_zero();
-    for (int g = 0; g < groups; g++, p += kBytes, x += kGroup) {
+    for (int g = 0; g < groups; g++, p += kBytes, x += kGroup * kPanel, info += kPanel) {
       for (int i = 0; i < kBytes; i += 64) fetch(p + kAhead + i);
       I dot[R];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) dot[r] = kFour ? i_zero() : i_set(a.start[first + r * all + g]);
-      dot_group<R, Kind>(p + kScales, x, a.ld, dot);
+      for (int r = 0; r < R; r++) dot[r] = kFour ? i_zero() : i_set(a.start[info + r]);
+      dot_group<R, Kind>(p + kScales, x, dot);
       F scale = kScales ? f_load_f16((const uint16_t*)p) : f_zero();
       F minimum = kFour ? f_load_f16((const uint16_t*)p + 16) : f_zero();
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         F value = i_to_f(dot[r]);
         if (kScales) value = f_mul(value, scale);
-        if (kFour) total[r] = f_fma(minimum, f_set(a.lift[first + r * all + g]), total[r]);
-        total[r] = f_fma(value, f_set(a.scale[first + r * all + g]), total[r]);
+        if (kFour) total[r] = f_fma(minimum, f_set(a.lift[info + r]), total[r]);
+        total[r] = f_fma(value, f_set(a.scale[info + r]), total[r]);
       }
     }
     F column = kScales ? f_zero() : f_load(w.scale + block * kBlock + half * kLanes);
@@ -166,16 +185,16 @@ template <int R>
 void tile_bf16(const Matrix& w, int block, const Acts& a, int row, float* out) {
   int steps = round_up(w.k, 2) / 2;
   const uint8_t* p = (const uint8_t*)w.data + (size_t)block * steps * 128;
-  const uint16_t* x = a.halves + (size_t)row * a.ld;
+  const uint16_t* x = a.halves + a.at(row, a.ld, 2);
   F left[R], right[R];
   for (int r = 0; r < R; r++) left[r] = right[r] = f_zero();
-  for (int s = 0; s < steps; s++, p += 128) {
+  for (int s = 0; s < steps; s++, p += 128, x += 2 * kPanel) {
     fetch(p + kAhead);
     fetch(p + kAhead + 64);
     I w0 = i_load(p), w1 = i_load(p + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      int32_t xr = load_i32(x + (size_t)r * a.ld + 2 * s);
+      int32_t xr = load_i32(x + 2 * r);
       left[r] = dot_bf16(left[r], xr, w0);
       right[r] = dot_bf16(right[r], xr, w1);
     }
@@ -186,16 +205,16 @@ void tile_bf16(const Matrix& w, int block, const Acts& a, int row, float* out) {
 template <int R>
 void tile_fp32(const Matrix& w, int block, const Acts& a, int row, float* out) {
   const float* p = (const float*)w.data + (size_t)block * w.k * kBlock;
-  const float* x = a.floats + (size_t)row * a.ld;
+  const float* x = a.floats + a.at(row, a.ld, 1);
   F left[R], right[R];
   for (int r = 0; r < R; r++) left[r] = right[r] = f_zero();
-  for (int s = 0; s < w.k; s++, p += kBlock) {
+  for (int s = 0; s < w.k; s++, p += kBlock, x += kPanel) {
     fetch(p + kAhead / 4);
     fetch(p + kAhead / 4 + 16);
     F w0 = f_load(p), w1 = f_load(p + 16);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      F xr = f_set(x[(size_t)r * a.ld + s]);
+      F xr = f_set(x[r]);
       left[r] = f_fma(xr, w0, left[r]);
       right[r] = f_fma(xr, w1, right[r]);
     }
@@ -230,16 +249,15 @@ inline void any_tile(const Matrix& w, int block, const Acts& a, int row, int row
   }
 }
 
-// Computes one block of 32 columns for rows [0, rows) in tiles of nearly equal height, and hands
-// (row, left 16 columns, right 16 columns) on.
+// Computes one block of 32 columns for rows [0, rows) and hands (row, left 16 columns, right 16
+// columns) on.
 template <class Out>
 inline void compute_block(const Matrix& w, int block, const Acts& a, int rows, Out&& out) {
   alignas(64) float result[kMostRows * kBlock];
-  int tiles = (rows + kMostRows - 1) / kMostRows;
-  for (int t = 0; t < tiles; t++) {
-    int first = (int)((int64_t)rows * t / tiles), last = (int)((int64_t)rows * (t + 1) / tiles);
-    any_tile(w, block, a, first, last - first, result);
-    for (int r = 0; r < last - first; r++)
+  for (int first = 0; first < rows; first += kMostRows) {
+    int count = rows - first < kMostRows ? rows - first : kMostRows;
+    any_tile(w, block, a, first, count, result);
+    for (int r = 0; r < count; r++)
       out(first + r, f_load(result + r * kBlock), f_load(result + r * kBlock + kLanes));
   }
 }
