@@ -1,6 +1,6 @@
 """Plain decoding against transformers, and the engine against a bare loop: one run, interleaved.
 
-    python benchmarks/plain_decoding.py --target smollm2-135m --dtype bf16 --json FILE
+    python benchmarks/plain_decoding.py --target smollm2-135m --weights bf16 --json FILE
 
 Four sides decode the same greedy continuation of the same prompts, one after the other, in an
 order that rotates: transformers' `generate`; a bare loop of forward pass and argmax on our target
@@ -49,7 +49,7 @@ def transformers_side(loaded: LoadedModel) -> Side:
             return
 
     model = AutoModelForCausalLM.from_pretrained(
-        loaded.source, dtype=TORCH_DTYPES[loaded.dtype], local_files_only=True
+        loaded.source, dtype=TORCH_DTYPES[loaded.choice.weights], local_files_only=True
     ).eval()
 
     def side(prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
@@ -106,7 +106,8 @@ def engine_side(engine: Engine, drafter: str) -> Side:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--dtype", default="bf16", choices=sorted(TORCH_DTYPES))
+    parser.add_argument("--weights", default="bf16", choices=sorted(TORCH_DTYPES))
+    parser.add_argument("--kernels", default="torch", choices=("torch", "native"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
@@ -114,11 +115,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    loaded = load_model(options.target, dtype=options.dtype)
+    loaded = load_model(options.target, weights=options.weights, kernels=options.kernels)
     manifest = run_manifest(
         seed=None,
         threads=options.threads,
-        target=TargetIdentity(loaded.target.name, loaded.target.fingerprint, loaded.dtype),
+        target=TargetIdentity(loaded.target.name, loaded.target.fingerprint, loaded.choice.weights),
         options={k: str(v) for k, v in vars(options).items()},
     )
     config = EngineConfig(context=2048, reuse_prefix=False)

@@ -18,6 +18,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy import stats
+
 from outrider.core import verify
 from outrider.core.noise import Purpose, Source
 from outrider.core.sampling import History, SamplingParams, distribution
@@ -28,7 +30,6 @@ from outrider.engine import Engine, EngineConfig, FixedBudget
 from outrider.models.target import Segment
 from outrider.models.tiny import tiny_config
 from outrider.models.transformer import Transformer
-from scipy import stats
 
 VOCAB = 4
 LENGTH = 3

@@ -77,7 +77,7 @@ def test_doctor_json(real_cli, one_installed):
     found = json.loads(real_cli("doctor", "--json").out)
     assert found["versions"]["outrider"]
     assert found["cores"] >= 1
-    assert any("(auto)" in name for name in found["dtypes"]["cpu"])
+    assert "bf16" in found["weights"]["cpu"]
     assert found["models"][0]["name"] == "smollm2-135m"
 
 
@@ -148,8 +148,8 @@ def test_a_name_that_is_no_model(real_cli):
     assert "no model" in result.error_lines[0]
 
 
-def test_an_unknown_dtype_or_device(real_cli):
-    for flag in ("--dtype", "--device"):
+def test_an_unknown_precision_or_device(real_cli):
+    for flag in ("--weights", "--device"):
         result = real_cli("generate", "smollm2-135m", "--prompt", "x", flag, "int3")
         assert result.code == 2, result.err
         assert "int3" in result.error_lines[0]

@@ -20,6 +20,7 @@ def step(*, emitted: int, accepted: int = 0, proposed: int = 0, reason: str = ""
         step=0,
         drafter="suffix",
         rule="walk",
+        precision="int8",
         lossless=True,
         proposed=proposed,
         proposed_depth=proposed,

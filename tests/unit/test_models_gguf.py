@@ -150,7 +150,9 @@ def test_loading_converts_once_and_splits_text_as_the_file_says(
 ) -> None:
     path = llama_file(tmp_path / "m.gguf")
     stages: list[tuple[str, float]] = []
-    model = load_model(path, dtype="fp32", progress=lambda *step: stages.append(step))
+    model = load_model(
+        path, weights="fp32", kernels="torch", progress=lambda *step: stages.append(step)
+    )
     assert {stage for stage, _ in stages} == {"convert", "tokenizer", "weights"}
     assert all(0 <= part <= 1 for _, part in stages)
     text = model.tokenizer
@@ -164,7 +166,7 @@ def test_loading_converts_once_and_splits_text_as_the_file_says(
     monkeypatch.setattr(gguf_file, "read_gguf", None)  # a second conversion would fail
     copy = tmp_path / "elsewhere.gguf"
     shutil.copy(path, copy)
-    again = load_model(copy, dtype="fp32")
+    again = load_model(copy, weights="fp32", kernels="torch")
     assert again.source == model.source
     assert again.target.fingerprint == model.target.fingerprint
 

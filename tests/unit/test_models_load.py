@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from outrider.core.tree import DraftTree
 from outrider.errors import InvalidParameter, ModelError
+from outrider.kernels import native
 from outrider.models import load
 from outrider.models.config import ModelConfig
 from outrider.models.load import available_models, load_model
 from outrider.models.paths import complete_folder, file_hash
 from outrider.models.rope import Rope, Yarn
 from outrider.models.target import Segment
-from outrider.models.tiny import tiny_raw
+from outrider.models.tiny import tiny_config, tiny_raw
 
 WEIGHTS = "model.safetensors"
 
@@ -54,7 +55,7 @@ def shard(folder: Path) -> None:
 
 
 def test_a_folder_loads_with_its_tokenizer(tmp_path: Path) -> None:
-    model = load_model(write_folder(tmp_path / "tiny"), dtype="fp32")
+    model = load_model(write_folder(tmp_path / "tiny"), weights="fp32", kernels="torch")
     assert model.source == tmp_path / "tiny"
     assert model.target.name == "tiny"
     assert model.target.vocab_size == VOCAB
@@ -64,16 +65,18 @@ def test_a_folder_loads_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_shards_give_the_same_model(tmp_path: Path) -> None:
-    whole = load_model(write_folder(tmp_path / "a"), dtype="fp32")
+    whole = load_model(write_folder(tmp_path / "a"), weights="fp32", kernels="torch")
     shard(write_folder(tmp_path / "b"))
-    assert torch.equal(logits_of(whole), logits_of(load_model(tmp_path / "b", dtype="fp32")))
+    assert torch.equal(
+        logits_of(whole), logits_of(load_model(tmp_path / "b", weights="fp32", kernels="torch"))
+    )
 
 
-def test_fingerprints_follow_weights_tokenizer_and_dtype(tmp_path: Path) -> None:
+def test_fingerprints_follow_weights_tokenizer_and_precision(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a")
 
-    def fingerprint(dtype: str = "fp32") -> str:
-        return load_model(folder, dtype=dtype).target.fingerprint
+    def fingerprint(weights: str = "fp32") -> str:
+        return load_model(folder, weights=weights, kernels="torch").target.fingerprint
 
     first = fingerprint()
     assert fingerprint() == first
@@ -151,7 +154,7 @@ def test_damaged_folders_are_refused_in_one_line(name: str, tmp_path: Path) -> N
     folder = write_folder(tmp_path / "m")
     damage(folder)
     with pytest.raises(ModelError, match=message) as caught:
-        load_model(folder, dtype="fp32")
+        load_model(folder, weights="fp32", kernels="torch")
     assert "\n" not in str(caught.value)
 
 
@@ -260,16 +263,26 @@ def test_hub_models_offline_and_in_the_hubs_cache(
     folder = write_folder(tmp_path / "models--owner--name" / "snapshots" / "abc")
     assert [m.spec for m in available_models()][1:] == ["owner/name"]
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
-    assert load_model("owner/name", dtype="fp32").target.name == "owner/name"
+    assert load_model("owner/name", weights="fp32", kernels="torch").target.name == "owner/name"
 
 
-def test_dtypes_and_devices() -> None:
-    cpu = torch.device("cpu")
-    assert load.choose_dtype("auto", cpu) in ("bf16", "fp32")
-    assert load.choose_dtype("bfloat16", cpu) == "bf16"
+def test_what_a_model_runs_on() -> None:
+    cpu, config = torch.device("cpu"), tiny_config("llama")
+    gemma = tiny_config("gemma3_text")
     assert load.choose_device("cpu") == cpu
-    with pytest.raises(InvalidParameter, match="dtype 'int3'"):
-        load.choose_dtype("int3", cpu)
+    plain = load.choose(config, "auto", "torch", device=cpu, quantised=True)
+    assert plain.weights in ("bf16", "fp32") and not plain.native and "asked for" in plain.why
+    assert not load.choose(gemma, "fp32", "auto", device=cpu, quantised=False).native
+    if not native.unavailable():
+        small = load.choose(config, "auto", "auto", device=cpu, quantised=True)
+        assert (small.weights, small.native) == ("int8", True)
+        assert load.choose(config, "fp32", "auto", device=cpu, quantised=True).native
+    with pytest.raises(InvalidParameter, match="scaled embeddings"):
+        load.choose(gemma, "int8", "auto", device=cpu, quantised=False)
+    with pytest.raises(InvalidParameter, match="weights 'int3'"):
+        load.choose(config, "int3", "auto", device=cpu, quantised=False)
+    with pytest.raises(InvalidParameter, match="kernels 'gpu'"):
+        load.choose(config, "auto", "gpu", device=cpu, quantised=False)
     with pytest.raises(InvalidParameter, match="device 'toaster'"):
         load.choose_device("toaster")
 

@@ -23,7 +23,7 @@ POSITIONS = 2000
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.getbasetemp() / "smollm2"))
-        return load_model("smollm2-135m", dtype="fp32")
+        return load_model("smollm2-135m", weights="fp32", kernels="torch")
 
 
 def test_2000_positions_agree_with_transformers(model: LoadedModel) -> None:

@@ -52,6 +52,7 @@ def step(
         step=0,
         drafter=drafter,
         rule=rule,
+        precision="int8",
         lossless=lossless,
         proposed=proposed,
         proposed_depth=proposed if depth is None else depth,

@@ -40,6 +40,7 @@ def request(
             step=i,
             drafter="ngram",
             rule="walk",
+            precision="int8",
             lossless=True,
             proposed=drafted,
             proposed_depth=drafted,

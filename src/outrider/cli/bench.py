@@ -31,7 +31,7 @@ def bench(
     seed: options.Seed = 0,
     rule: options.Rule = "walk",
     repeats: Annotated[int, typer.Option(help="Measured runs of each prompt.")] = 3,
-    dtype: options.Dtype = "auto",
+    weights: options.Weights = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
     json_file: Annotated[
@@ -56,7 +56,7 @@ def bench(
         check_drafter(drafter)
     for spec in workloads:
         load_workload(spec, limit=limit)  # refuse a wrong one before a model is loaded
-    loaded = session.model(target, dtype=dtype, device=device, threads=threads)
+    loaded = session.model(target, weights=weights, device=device, threads=threads)
     plan = BenchPlan(
         drafters=tuple(names),
         workloads=tuple(workloads),

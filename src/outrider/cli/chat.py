@@ -31,7 +31,7 @@ def chat(
     max_tokens: options.MaxTokens = 512,
     seed: options.Seed = None,
     context_length: options.Context = None,
-    dtype: options.Dtype = "auto",
+    weights: options.Weights = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
@@ -41,7 +41,7 @@ def chat(
         temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
     )
     check_drafter(drafter)
-    loaded = session.model(target, dtype=dtype, device=device, threads=threads)
+    loaded = session.model(target, weights=weights, device=device, threads=threads)
     engine = session.engine(loaded, [drafter], context=context_length)
     session.err.print(HELP, style="dim", markup=False)
     Conversation(session, loaded, engine, params, drafter=drafter, system=system).run()

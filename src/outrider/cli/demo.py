@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from outrider.evaluate.workloads import Prompt
 
 PLAIN = "none"
-# Rows must have the same bits alone and beside guesses. fp32 keeps that on every CPU; in bf16 two
-# nearly equal logits may change places, and the comparison below would rightly fail.
-EXACT_DTYPE = "fp32"
 
 
 # Family to temperature: one is sampled, since the tokens are the same there too.
@@ -60,14 +57,14 @@ def demo(
     drafter: options.Drafter = options.DEFAULT_DRAFTER,
     max_tokens: options.MaxTokens = 96,
     seed: options.Seed = 7,
-    dtype: options.Dtype = EXACT_DTYPE,
+    weights: options.Weights = "auto",
     threads: options.Threads = None,
 ) -> None:
     """Answer five prompts with and without speculation, and compare them token by token."""
     session: Session = context.obj
     params = options.sampling(temperature=0.0, max_tokens=max_tokens, seed=seed)
     check_drafter(drafter)
-    loaded = session.model(target, dtype=dtype, threads=threads)
+    loaded = session.model(target, weights=weights, threads=threads)
     engine = session.engine(loaded, [drafter], reuse_prefix=False)
     pairs = [
         run_pair(session, loaded, engine, replace(params, temperature=temperature), prompt, drafter)

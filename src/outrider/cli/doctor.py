@@ -32,8 +32,8 @@ class Examination:
         cpu_flags: those of `CPU_FLAGS` that it has.
         cores, threads: cores this process may use, threads the tensor library uses.
         devices: devices that a model can run on.
-        dtypes: device to the dtypes that it can compute in.
-        kernels: what runs the linear layers for the fastest exact dtype.
+        weights: device to the precisions of weights that it can run.
+        kernels: what computes on this machine, and why.
         memory_mb, free_mb: of the machine.
         cache: where converted models and measurements are kept.
         models: models that can be loaded.
@@ -46,7 +46,7 @@ class Examination:
     cores: int
     threads: int
     devices: list[str]
-    dtypes: dict[str, list[str]]
+    weights: dict[str, list[str]]
     kernels: str
     memory_mb: int
     free_mb: int
@@ -86,7 +86,7 @@ def examine() -> Examination:
         cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
         devices=_devices(),
-        dtypes=_dtypes(),
+        weights=_weights(),
         kernels=_kernels(),
         memory_mb=memory.get("MemTotal", 0),
         free_mb=memory.get("MemAvailable", 0),
@@ -106,7 +106,7 @@ def as_table(found: Examination) -> Table:
         ("cpu", f"{found.cpu} ({', '.join(found.cpu_flags) or 'no vector extension known here'})"),
         ("threads", f"{found.threads} used, {found.cores} cores allowed"),
         ("devices", ", ".join(found.devices)),
-        ("dtypes", "; ".join(f"{d}: {', '.join(names)}" for d, names in found.dtypes.items())),
+        ("weights", "; ".join(f"{d}: {', '.join(p)}" for d, p in found.weights.items())),
         ("kernels", found.kernels),
         ("memory", f"{found.free_mb:,} of {found.memory_mb:,} MB free"),
         ("cache", found.cache),
@@ -140,32 +140,28 @@ def _devices() -> list[str]:
     return ["cpu", *gpus]
 
 
-def _dtypes() -> dict[str, list[str]]:
-    """Per device the dtypes it can hold a model in, with the one that "auto" takes marked."""
+def _weights() -> dict[str, list[str]]:
+    """Per device the precisions that weights can be held in."""
     import torch
 
-    from outrider.models.load import DTYPES, choose_dtype
+    from outrider.kernels import native
+    from outrider.models.load import DTYPES
 
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    automatic = {kind: choose_dtype("auto", torch.device(kind)) for kind in kinds}
-    return {
-        kind: [f"{name} (auto)" if name == automatic[kind] else name for name in DTYPES]
-        for kind in kinds
-    }
+    ours = [] if native.unavailable() else ["int8", "int4"]
+    found = {"cpu": [*ours, *DTYPES]}
+    if torch.cuda.is_available():
+        found["cuda"] = list(DTYPES)
+    return found
 
 
 def _kernels() -> str:
-    """What runs the linear layers under automatic choices, and which native kernels there are."""
+    """What computes on the CPU: our own kernels and their instruction set, or why not."""
     from outrider.kernels import native
-    from outrider.kernels.linear import can_pack
-    from outrider.models.load import DTYPES, choose_device, choose_dtype
 
-    device = choose_device("auto")
-    name = choose_dtype("auto", device)
-    layout = "packed by oneDNN" if can_pack(device, DTYPES[name]) else "plain PyTorch"
     missing = native.unavailable()
-    ours = f"not used ({missing})" if missing else native.isa()
-    return f"{name} linear layers on {device.type}, {layout}; native kernels: {ours}"
+    if missing:
+        return f"PyTorch; no native kernels ({missing}), so no int8 and no int4"
+    return f"native ({native.isa()}); PyTorch for models that these do not have, and for fp16"
 
 
 def _cpu_field(name: str) -> str:

@@ -40,7 +40,7 @@ def generate(
     ignore_eos: options.IgnoreEos = False,
     seed: options.Seed = None,
     context_length: options.Context = None,
-    dtype: options.Dtype = "auto",
+    weights: options.Weights = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
     records: options.Records = None,
@@ -65,7 +65,7 @@ def generate(
     if raw and system is not None:
         raise InvalidParameter("--system with --raw; a raw prompt has no system message")
     check_drafter(drafter)
-    loaded = session.model(target, dtype=dtype, device=device, threads=threads)
+    loaded = session.model(target, weights=weights, device=device, threads=threads)
     engine = session.engine(loaded, [drafter], rule=rule, context=context_length)
     if raw:
         tokens = loaded.tokenizer.encode(text)

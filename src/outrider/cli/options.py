@@ -39,9 +39,12 @@ Context = Annotated[
     int | None,
     typer.Option(help="Most tokens of prompt and answer together. Default: what the model allows."),
 ]
-Dtype = Annotated[
+Weights = Annotated[
     str,
-    typer.Option(help="auto, bf16, fp16 or fp32; auto takes what this processor computes in."),
+    typer.Option(
+        help="Precision: auto, int8, int4, bf16, fp16 or fp32. auto: int8 for quantised files, "
+        "else what the device computes in."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[

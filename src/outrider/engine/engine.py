@@ -408,6 +408,7 @@ class Engine:
             request=sequence.id,
             drafter=sequence.drafter,
             rule=self.config.rule,
+            precision=self.target.precision,
             lossless=True,
             proposed=len(guess.tree) - 1 if guess else 0,
             proposed_depth=max(guess.tree.depths) if guess else 0,

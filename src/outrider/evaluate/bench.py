@@ -201,11 +201,10 @@ def _write(lines: JsonlWriter, run: Run) -> None:
 
 
 def _manifest(target: Target, plan: BenchPlan, params: SamplingParams) -> RunManifest:
-    dtype = str(target.cache_shape.dtype).removeprefix("torch.")
     return run_manifest(
         seed=params.seed,
         threads=torch.get_num_threads(),
-        target=TargetIdentity(target.name, target.fingerprint, dtype),
+        target=TargetIdentity(target.name, target.fingerprint, target.precision),
         options={
             **asdict(plan),
             "params": {**asdict(params), "logit_bias": dict(params.logit_bias)},

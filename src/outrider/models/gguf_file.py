@@ -22,6 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.errors import ModelError
+from outrider.kernels.quantised import (
+    GROUP,
+    Int4Weight,
+    Int8GroupsWeight,
+    Weight,
+    take_rows,
+)
 from outrider.models.config import ModelConfig
 from outrider.models.paths import cache_folder, complete_folder, disk_full, file_hash
 from outrider.models.safetensors_files import INDEX, SINGLE
@@ -179,6 +186,61 @@ def _tensor(tensor: gguf.ReaderTensor, name: str, architecture: str, raw: dict[s
     if values.ndim == 1:
         return values.float()
     return values.to(_FLOATS.get(tensor.tensor_type.name, torch.bfloat16)).contiguous()
+
+
+def stored_weights(path: Path) -> Callable[[str], Weight | None]:
+    """Gives weights by Hugging Face name in the very bits of a GGUF file, without rounding again.
+
+    `None` for tensors whose type has no counterpart here (only Q4_0, Q4_1 and Q8_0 have one).
+
+    Raises:
+        ModelError: as `read_gguf`.
+    """
+    reader = _open(path)
+    raw = read_gguf(path).raw
+    architecture = str(reader.fields["general.architecture"].contents())
+    found = {
+        _hf_name(path, architecture, tensor.name): tensor
+        for tensor in reader.tensors
+        if _is_weight(tensor.name)
+    }
+
+    def stored(name: str) -> Weight | None:
+        tensor = found.get(name)
+        weight = None if tensor is None else _blocks(tensor)
+        if weight is None or architecture not in _INTERLEAVED or "self_attn" not in name:
+            return weight
+        rows = torch.arange(weight.shape[0])
+        if ".q_proj." in name:
+            rows = _halves(rows, raw["num_attention_heads"])
+        elif ".k_proj." in name:
+            rows = _halves(rows, raw["num_key_value_heads"])
+        return take_rows(weight, rows)
+
+    return stored
+
+
+def _blocks(tensor: gguf.ReaderTensor) -> Weight | None:
+    """A matrix of Q4_0, Q4_1 or Q8_0 blocks of 32 values, taken apart."""
+    inputs, outputs = (int(n) for n in tensor.shape)
+    data = torch.from_numpy(tensor.data.copy()).view(outputs, inputs // GROUP, -1)
+
+    def half(first: int) -> Tensor:
+        return data[:, :, first : first + 2].contiguous().view(torch.float16)[..., 0]
+
+    match tensor.tensor_type.name:
+        case "Q4_1":
+            scale, minimum, nibbles = half(0), half(2), data[:, :, 4:]
+        case "Q4_0":
+            scale, nibbles = half(0), data[:, :, 2:]
+            minimum = -8 * scale
+        case "Q8_0":
+            q = data[:, :, 2:].contiguous().view(torch.int8).reshape(outputs, inputs)
+            return Int8GroupsWeight(q, half(0))
+        case _:
+            return None
+    q = torch.cat((nibbles & 15, nibbles >> 4), dim=2).reshape(outputs, inputs)
+    return Int4Weight(q, scale, minimum)
 
 
 def _halves(values: Tensor, heads: int) -> Tensor:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +18,11 @@ from pathlib import Path
 import torch
 
 from outrider.errors import InvalidParameter, ModelError
+from outrider.kernels import native
+from outrider.kernels.quantised import Weight
 from outrider.models.config import FAMILIES, ModelConfig
-from outrider.models.gguf_file import converted
+from outrider.models.gguf_file import converted, stored_weights
+from outrider.models.native import NativeTransformer, unsupported
 from outrider.models.safetensors_files import TensorFolder, read_json
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.transformer import Transformer
@@ -32,7 +36,8 @@ _SMOLLM2_REMEDY = (
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+WEIGHTS = ("int8", "int4", "bf16", "fp16", "fp32")
+KERNELS = ("auto", "native", "torch")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt")
 
@@ -42,18 +47,41 @@ class LoadedModel:
     """A model in memory with everything needed to talk to it.
 
     Attributes:
-        target: the decoder.
+        target: the decoder; its `precision` says what its weights are held in.
         tokenizer: its tokenizer.
         spec: how it was named.
         source: the folder that it was read from.
-        dtype: of weights and activations: "bf16", "fp16" or "fp32".
+        choice: what it runs on, and why.
     """
 
-    target: Transformer
+    target: Transformer | NativeTransformer
     tokenizer: Tokenizer
     spec: str
     source: Path
-    dtype: str
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a model runs on.
+
+    Attributes:
+        weights: the precision of its weights.
+        native: on our own kernels, whose rows do not depend on their neighbours.
+        why: the reason, in a few words.
+    """
+
+    weights: str
+    native: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model's files are: its folder, and the GGUF file that it was made from, if any."""
+
+    folder: Path
+    gguf: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +102,8 @@ class AvailableModel:
 def load_model(
     spec: str | Path,
     *,
-    dtype: str = "auto",
+    weights: str = "auto",
+    kernels: str = "auto",
     device: str = "auto",
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -82,38 +111,105 @@ def load_model(
 
     Args:
         spec: an alias (``smollm2-135m``), a model folder, a ``.gguf`` file, or a hub id.
-        dtype: "bf16", "fp16", "fp32", or "auto": bf16 where the processor computes in it.
+        weights: "int8", "int4", "bf16", "fp16", "fp32", or "auto" (see `choose`).
+        kernels: "native" for our own CPU kernels, "torch", or "auto": native where they can.
         device: "cpu", "cuda", or "auto": cuda where there is one.
         progress: called with the stage ("convert", "weights", "tokenizer") and how much of it is
             done, 0 to 1.
 
     Raises:
         ModelError: the files are missing, damaged, or of a kind that is not supported.
-        InvalidParameter: an unknown dtype or device.
+        InvalidParameter: an unknown precision, kernel or device, or a combination that is not here.
     """
     place = choose_device(device)
-    kind = choose_dtype(dtype, place)
-    folder = find_folder(str(spec), progress)
-    config, tensors = open_folder(folder)
-    tokenizer = Tokenizer.load(folder)
+    _check_names(weights, kernels)
+    source = find_source(str(spec), progress)
+    config, tensors = open_folder(source.folder)
+    choice = choose(config, weights, kernels, device=place, quantised=source.gguf is not None)
+    tokenizer = Tokenizer.load(source.folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the weights "
+            f"{source.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the weights "
             f"{config.vocab_size}; they belong to different models"
         )
     if progress is not None:
         progress("tokenizer", 1.0)
-    weights = build_weights(
-        config, tensors.read, dtype=DTYPES[kind], device=place, progress=progress
-    )
-    target = Transformer(
-        config,
-        weights,
-        name=Path(spec).name if Path(spec).exists() else str(spec),
-        fingerprint=_fingerprint(folder, tensors, tokenizer, kind),
-        end_tokens=tokenizer.end_tokens,
-    )
-    return LoadedModel(target, tokenizer, str(spec), folder, kind)
+    name = Path(spec).name if Path(spec).exists() else str(spec)
+    fingerprint = _fingerprint(source.folder, tensors, tokenizer, choice.weights)
+    target: Transformer | NativeTransformer
+    if choice.native:
+        target = NativeTransformer.build(
+            config,
+            tensors.read,
+            precision=choice.weights,
+            name=name,
+            fingerprint=fingerprint,
+            end_tokens=tokenizer.end_tokens,
+            stored=_stored(source, choice),
+            progress=progress,
+        )
+    else:
+        target = Transformer(
+            config,
+            build_weights(
+                config, tensors.read, dtype=DTYPES[choice.weights], device=place, progress=progress
+            ),
+            name=name,
+            fingerprint=fingerprint,
+            end_tokens=tokenizer.end_tokens,
+        )
+    return LoadedModel(target, tokenizer, str(spec), source.folder, choice)
+
+
+def _stored(source: Source, choice: Choice) -> Callable[[str], Weight | None] | None:
+    """The file's own 4-bit blocks, where they are what is wanted."""
+    return stored_weights(source.gguf) if source.gguf and choice.weights == "int4" else None
+
+
+def choose(
+    config: ModelConfig, weights: str, kernels: str, *, device: torch.device, quantised: bool
+) -> Choice:
+    """What a model runs on.
+
+    "auto" weights are int8 for a model that comes in 4 to 8 bits, where the native kernels can run
+    it; otherwise bf16 where the device computes in it, else fp32 (fp16 on a GPU).
+
+    Raises:
+        InvalidParameter: an unknown name, or native kernels (or int8, int4, which only they have)
+            where they cannot run this model; the message says why.
+    """
+    _check_names(weights, kernels)
+    missing = unsupported(config)
+    if device.type != "cpu":
+        missing = f"the native kernels are for CPUs, the device is {device.type}"
+    elif kernels == "torch":
+        missing = "kernels torch was asked for"
+    elif weights == "fp16":
+        missing = "the native kernels do not have fp16"
+    if weights == "auto":
+        plain = _plain_precision(device)
+        weights = "int8" if quantised and not missing else plain
+    if not missing:
+        return Choice(weights, True, f"native kernels ({native.isa()})")
+    if kernels == "native" or weights in ("int8", "int4"):
+        raise InvalidParameter(
+            f"weights {weights} on native kernels: {missing}; use bf16 or fp32 with kernels torch"
+        )
+    return Choice(weights, False, f"PyTorch on {device.type}: {missing}")
+
+
+def _check_names(weights: str, kernels: str) -> None:
+    if weights not in ("auto", *WEIGHTS):
+        raise InvalidParameter(f"weights {weights!r}: use one of auto, {', '.join(WEIGHTS)}")
+    if kernels not in KERNELS:
+        raise InvalidParameter(f"kernels {kernels!r}: use one of {', '.join(KERNELS)}")
+
+
+def _plain_precision(device: torch.device) -> str:
+    """The floating-point precision that a device computes fast in."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    return "bf16" if _cpu_has_bf16() else "fp32"
 
 
 def open_folder(folder: Path) -> tuple[ModelConfig, TensorFolder]:
@@ -134,26 +230,24 @@ def _fingerprint(folder: Path, tensors: TensorFolder, tokenizer: Tokenizer, kind
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def find_folder(spec: str, progress: Progress | None = None) -> Path:
-    """The model folder that a spec names; converts or downloads where that is needed.
+def find_source(spec: str, progress: Progress | None = None) -> Source:
+    """The files that a spec names; converts or downloads where that is needed.
 
     Raises:
         ModelError: nothing is there, or it cannot be used.
     """
-    if spec == SMOLLM2:
-        return converted(_smollm2_file(), progress)
-    path = Path(spec).expanduser()
+    path = _smollm2_file() if spec == SMOLLM2 else Path(spec).expanduser()
     if path.is_dir():
-        return path
-    if path.is_file() or path.suffix == ".gguf":
+        return Source(path)
+    if spec == SMOLLM2 or path.is_file() or path.suffix == ".gguf":
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a model folder nor a .gguf file")
-        return converted(path, progress)
+        return Source(converted(path, progress), path)
     if not _HUB_ID.fullmatch(spec) or spec.startswith("."):
         raise ModelError(
             f"no model {spec!r}: give {SMOLLM2}, a folder, a .gguf file, or a hub id (owner/name)"
         )
-    return _download(spec)
+    return Source(_download(spec))
 
 
 def _smollm2_file() -> Path:
@@ -233,18 +327,6 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter(f"device {name!r} is not on this machine; use cpu")
     return device
-
-
-def choose_dtype(name: str, device: torch.device) -> str:
-    """The short name of a dtype; "auto" is bf16 where the device computes in it, else fp32."""
-    name = _DTYPE_NAMES.get(name, name)
-    if name == "auto":
-        if device.type == "cuda":
-            return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-        return "bf16" if _cpu_has_bf16() else "fp32"
-    if name not in DTYPES:
-        raise InvalidParameter(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
-    return name
 
 
 def _cpu_has_bf16() -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,8 +38,8 @@ from outrider.models.rope import Rope
 from outrider.models.target import Forward, Segment
 from outrider.models.weights import EMBEDDING, FINAL_NORM, HEAD, Progress
 
-Precision = Literal["int8", "int4", "bf16", "fp32"]
-PRECISIONS: tuple[Precision, ...] = ("int8", "int4", "bf16", "fp32")
+Precision = str  # one of:
+PRECISIONS = ("int8", "int4", "bf16", "fp32")
 Read = Callable[[str], Tensor]
 ReadStored = Callable[[str], Weight | None]
 
@@ -104,7 +103,7 @@ class _Builder:
     """Reads and packs one tensor after the other, so that little is held twice."""
 
     def __init__(
-        self, config: ModelConfig, read: Read, stored: ReadStored | None, precision: Precision
+        self, config: ModelConfig, read: Read, stored: ReadStored | None, precision: str
     ) -> None:
         self.config = config
         self.read = read
@@ -148,7 +147,7 @@ class _Builder:
                 return quantised.to_int4(values)
             case "bf16":
                 return FloatWeight(values.bfloat16())
-            case "fp32":
+            case _:
                 return FloatWeight(values.float())
 
     def matrix(self, names: Sequence[str], order: Tensor | None = None) -> PackedMatrix:
@@ -226,7 +225,7 @@ class NativeTransformer:
         config: ModelConfig,
         weights: NativeWeights,
         *,
-        precision: Precision,
+        precision: str,
         name: str,
         fingerprint: str,
         end_tokens: frozenset[int] = frozenset(),
@@ -259,7 +258,7 @@ class NativeTransformer:
         config: ModelConfig,
         read: Read,
         *,
-        precision: Precision,
+        precision: str,
         name: str,
         fingerprint: str,
         end_tokens: frozenset[int] = frozenset(),

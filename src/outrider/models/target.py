@@ -81,6 +81,8 @@ class Target(Protocol):
         vocab_size, context_length: limits that requests are checked against.
         end_tokens: the model's own end-of-text tokens.
         cache_shape: what its cache needs per position.
+        precision: what its weights are held in: "int8", "int4", "bf16", "fp16" or "fp32". It is
+            part of what the model says, so every record names it.
         device: where it computes.
         weight_bytes: bytes of weights that a one-row pass reads.
         layers: number of layers; features may be asked of 0 .. layers (the last: the final state
@@ -93,6 +95,7 @@ class Target(Protocol):
     context_length: int
     end_tokens: frozenset[int]
     cache_shape: CacheShape
+    precision: str
     device: torch.device
     weight_bytes: int
     layers: int

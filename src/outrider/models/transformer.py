@@ -30,6 +30,7 @@ from outrider.models.target import Forward, Segment
 from outrider.models.weights import LayerWeights, ModelWeights, build_weights, random_tensors
 
 Rotation = tuple[Tensor, Tensor]
+PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Transformer:
         self.weight_bytes = weights.matrix_bytes
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        self.precision = PRECISION_NAMES[self.dtype]
         self.cache_shape = CacheShape(self.layers, config.kv_heads, config.head_dim, self.dtype)
         self._layers = [
             Layer(config, i, layer, self.dtype) for i, layer in enumerate(weights.layers)

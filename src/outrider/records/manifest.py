@@ -58,11 +58,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """Which target ran: its name, a fingerprint of its weights, and the type they ran in."""
+    """Which target ran: its name, a fingerprint of its weights, and the precision of these."""
 
     name: str
     fingerprint: str
-    dtype: str
+    precision: str
 
 
 @dataclass(frozen=True)

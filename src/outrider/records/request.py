@@ -160,6 +160,7 @@ class RequestRecord:
         family: the workload family the prompt belongs to; empty outside an evaluation.
         drafter: who guessed, in order of first use and joined by "+"; "none" for plain decoding.
         rule: the acceptance rule, joined like `drafter`.
+        precision: what the target's weights were held in, joined like `drafter`.
         lossless: no step used a rule that changes the output law.
         sampling: the sampling parameters that the request ran with.
         prompt_tokens, completion_tokens: token counts; the second equals the sum of emitted.
@@ -184,6 +185,7 @@ class RequestRecord:
     family: str
     drafter: str
     rule: str
+    precision: str
     lossless: bool
     sampling: Mapping[str, Any]
     prompt_tokens: int
@@ -330,6 +332,7 @@ def request_record(
         family=family,
         drafter=_joined([step.drafter for step in verify if step.drafter != "none"]) or "none",
         rule=_joined([step.rule for step in verify]),
+        precision=_joined([step.precision for step in verify]),
         lossless=all(step.lossless for step in verify),
         sampling=sampling,
         prompt_tokens=prompt_tokens,

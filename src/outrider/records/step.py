@@ -15,6 +15,7 @@ class StepRecord:
         step: counts the engine's steps.
         drafter: who guessed; "none" for plain decoding.
         rule: walk, reject or block.
+        precision: what the target's weights were held in.
         lossless: false only under a rule that changes the output law.
         proposed: nodes put to the target, root not counted.
         proposed_depth: depth of the deepest of them.
@@ -33,6 +34,7 @@ class StepRecord:
     step: int
     drafter: str
     rule: str
+    precision: str
     lossless: bool
     proposed: int
     proposed_depth: int

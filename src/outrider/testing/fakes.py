@@ -108,6 +108,7 @@ class TableTarget:
             f"table-{self.vocab_size}-{self.seed}-{self.order}-{self.sharpness}-{self.ripple}"
         )
         self.device = torch.device("cpu")
+        self.precision = "fp64"
         self.weight_bytes = 8 * self.vocab_size**2
         self._table = Noise(self.seed)
 
