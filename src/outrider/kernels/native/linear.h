@@ -100,9 +100,9 @@ constexpr int kMostRows = kPanel;
 #else
 constexpr int kMostRows = 2;
 #endif
-constexpr int kAhead = 4096;  // bytes between a weight that is used and the one that is fetched
+constexpr int kAhead = 8192;  // bytes between a weight that is used and the one that is fetched
 
-INLINE void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+INLINE void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 INLINE void put_tile(float* out, int r, F left, F right) {
   f_store(out + r * kBlock, left);
