@@ -12,8 +12,10 @@ both pure functions of those numbers:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from outrider.core.tree import DraftTree
@@ -22,7 +24,10 @@ from outrider.drafters.base import NodeBudget
 
 PROBE_FIRST = 16  # steps between two probes of a drafter that does not pay, doubled each time
 PROBE_LAST = 256
-FREE_SHARE = 0.02  # of a one-row pass: drafting below this is not worth limiting
+PROBE_DEPTH = 4
+FREE_SHARE = 0.02  # of a one-row pass: depths that cost less than this in all are free
+COST_MEMORY = 0.98  # per proposal
+GAIN_STEP = 0.06
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,17 @@ class CostTable:
     verify_ms: Mapping[int, float]
     host_ms: float = 0.0
 
+    @cached_property
+    def _known(self) -> list[int]:
+        return sorted(self.verify_ms)
+
     def verify(self, rows: int) -> float:
         """Milliseconds of a pass with ``rows`` rows: linear between measurements and beyond."""
-        known = sorted(self.verify_ms)
+        known = self._known
         if rows <= known[0] or len(known) == 1:
             return self.verify_ms[known[0]]
-        upper = next((n for n in known if n >= rows), known[-1])
-        lower = known[known.index(upper) - 1]
+        index = min(bisect_left(known, rows), len(known) - 1)
+        lower, upper = known[index - 1], known[index]
         slope = (self.verify_ms[upper] - self.verify_ms[lower]) / (upper - lower)
         return self.verify_ms[lower] + max(slope, 0.0) * (rows - lower)
 
@@ -105,14 +114,14 @@ def choose(
 
 
 def depth_limit(
-    table: AcceptanceTable, costs: CostTable, *, depth_ms: float, rows: int, limit: int
+    table: AcceptanceTable, costs: CostTable, *, draft: DraftCost, rows: int, limit: int
 ) -> int:
     """The depth of chain that maximises expected tokens per second, 0 where none pays.
 
     Args:
         table: acceptance by depth.
         costs: the machine's cost table.
-        depth_ms: drafting time per depth.
+        draft: what drafting costs.
         rows: rows of the pass without this chain.
         limit: never more than this.
     """
@@ -121,45 +130,90 @@ def depth_limit(
     for depth in range(1, limit + 1):
         chance *= table.at_depth(depth)
         gain += chance
-        rate = gain / (costs.verify(rows + depth) + costs.host_ms + depth * depth_ms)
+        rate = gain / (costs.verify(rows + depth) + costs.host_ms + draft.at(depth))
         if rate > best_rate:
             best_rate, best = rate, depth
     return best
 
 
 @dataclass
-class _Probe:
-    """When a drafter that does not pay is tried again."""
+class DraftCost:
+    """What a drafter's proposals cost: a part per proposal and a part per depth.
 
-    wait: int = PROBE_FIRST
-    idle: int = 0
+    A straight line through the proposals seen, by least squares with exponential forgetting; both
+    parts are at least 0. Model-free drafters are nearly all base, draft models nearly all slope.
+    """
+
+    base_ms: float = 0.0
+    depth_ms: float = 0.0
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def learn(self, depth: int, milliseconds: float) -> None:
+        """Take in one proposal."""
+        seen = (1.0, depth, milliseconds, depth * depth, depth * milliseconds)
+        self._sums = [COST_MEMORY * s + x for s, x in zip(self._sums, seen, strict=True)]
+        n, x, y, xx, xy = self._sums
+        spread = n * xx - x * x
+        slope = (n * xy - x * y) / spread if spread > 1e-6 * n * n else 0.0
+        self.depth_ms = max(0.0, slope)
+        self.base_ms = max(0.0, (y - self.depth_ms * x) / n)
+
+    def at(self, depth: int) -> float:
+        """Milliseconds of a proposal of ``depth``."""
+        return self.base_ms + self.depth_ms * depth
 
 
 @dataclass
 class DrafterStats:
-    """What has been seen of one drafter: acceptance and its own cost.
-
-    Attributes:
-        table: acceptance over all sequences.
-        depth_ms: drafting time per depth, a moving average; 0 until measured.
-    """
+    """What has been seen of one drafter over all sequences: acceptance and its own cost."""
 
     table: AcceptanceTable = field(default_factory=AcceptanceTable)
-    depth_ms: float = 0.0
-
-    def spent(self, milliseconds: float, depth: int) -> None:
-        """Take in what a proposal of ``depth`` cost."""
-        per_depth = milliseconds / max(depth, 1)
-        self.depth_ms = per_depth if self.depth_ms == 0 else 0.8 * self.depth_ms + 0.2 * per_depth
+    cost: DraftCost = field(default_factory=DraftCost)
 
 
 class _SequenceMemory:
-    """What the cost budget remembers of one sequence."""
+    """What the cost budget remembers of one sequence.
+
+    Attributes:
+        gain: accepted tokens per proposal, a moving average; starts hopeful.
+        wait, idle: proposals that are left out before the drafter is tried again, and how many
+            have been left out since.
+    """
 
     def __init__(self, stats: DrafterStats) -> None:
         self.stats = stats
         self.table = AcceptanceTable(stats.table, memory=40.0)
-        self.probe = _Probe()
+        self.gain = 1.0
+        self.wait = PROBE_FIRST
+        self.idle = 0
+
+    def depth(self, costs: CostTable, *, rows: int, limit: int) -> int:
+        """How deep to draft now, 0 for not at all.
+
+        Where depth costs next to nothing the drafter may offer all it has, since `choose` cuts what
+        does not pay; the question is only whether asking it pays. Where depth costs time, the best
+        depth by the record decides. A drafter that does not pay is tried again, ever more rarely.
+        """
+        cost = self.stats.cost
+        if cost.depth_ms * limit <= FREE_SHARE * costs.verify(1):
+            best = limit if self.gain * costs.verify(1) >= cost.base_ms else 0
+        else:
+            best = depth_limit(self.table, costs, draft=cost, rows=rows, limit=limit)
+        if best > 0:
+            self.wait, self.idle = PROBE_FIRST, 0
+            return best
+        self.idle += 1
+        if self.idle < self.wait:
+            return 0
+        self.wait, self.idle = min(2 * self.wait, PROBE_LAST), 0
+        return min(PROBE_DEPTH, limit)
+
+    def learn(self, tree: DraftTree, emitted: Sequence[int]) -> None:
+        """Take in what became of an offered tree, here and over all sequences."""
+        results = outcomes(tree, emitted)
+        self.table.update(results)
+        accepted = sum(result.accepted for result in results)
+        self.gain += GAIN_STEP * (accepted - self.gain)
 
 
 @dataclass(frozen=True)
@@ -246,7 +300,8 @@ class CostBudget:
         rows = other_rows + len(subjects)
         budgets = []
         for subject in subjects:
-            depth = self._depth_for(self._memory(subject), rows, min(self._depth, subject.room))
+            limit = min(self._depth, subject.room)
+            depth = self._memory(subject).depth(self.costs, rows=rows, limit=limit)
             budgets.append(NodeBudget(self._nodes if depth else 0, depth))
         return budgets
 
@@ -265,10 +320,10 @@ class CostBudget:
         return choose(offers, self.costs, other_rows=other_rows, draft_ms=draft_ms)
 
     def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
-        self._drafters.setdefault(drafter, DrafterStats()).spent(milliseconds, depth)
+        self._drafters.setdefault(drafter, DrafterStats()).cost.learn(depth, milliseconds)
 
     def learn(self, subject: Subject, tree: DraftTree, emitted: Sequence[int]) -> None:
-        self._memory(subject).table.update(outcomes(tree, emitted))
+        self._memory(subject).learn(tree, emitted)
 
     def forget(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
@@ -279,22 +334,3 @@ class CostBudget:
             stats = self._drafters.setdefault(subject.drafter, DrafterStats())
             self._sequences[subject.id] = _SequenceMemory(stats)
         return self._sequences[subject.id]
-
-    def _depth_for(self, memory: _SequenceMemory, rows: int, limit: int) -> int:
-        """How deep to draft now; looks again at a drafter that did not pay, ever more rarely.
-
-        A drafter that costs next to nothing may always offer: `choose` cuts what does not pay.
-        """
-        depth_ms = memory.stats.depth_ms
-        if depth_ms * limit < FREE_SHARE * self.costs.verify(1):
-            return limit
-        best = depth_limit(memory.table, self.costs, depth_ms=depth_ms, rows=rows, limit=limit)
-        probe = memory.probe
-        if best > 0:
-            memory.probe = _Probe()
-            return best
-        probe.idle += 1
-        if probe.idle < probe.wait:
-            return 0
-        memory.probe = _Probe(wait=min(2 * probe.wait, PROBE_LAST))
-        return min(2, limit)

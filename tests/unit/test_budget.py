@@ -1,0 +1,164 @@
+"""The budget's decisions: they follow measured cost and observed acceptance, down to nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from outrider.core.tree import DraftTree
+from outrider.drafters.acceptance import AcceptanceTable, Outcome, outcomes
+from outrider.engine.budget import (
+    PROBE_FIRST,
+    CostBudget,
+    CostTable,
+    DraftCost,
+    Offer,
+    Subject,
+    choose,
+    depth_limit,
+)
+
+FLAT = CostTable({1: 10.0, 8: 11.0, 16: 15.0}, host_ms=0.5)
+STEEP = CostTable({1: 10.0, 2: 20.0, 4: 40.0})
+
+
+def test_costs_are_linear_between_and_beyond_measurements() -> None:
+    table = CostTable({1: 10.0, 2: 12.0, 4: 20.0})
+    assert [table.verify(n) for n in (1, 2, 3, 4, 6)] == [10, 12, 16, 20, 28]
+    assert table.relative(4) == 2.0
+    assert CostTable({1: 10.0, 2: 8.0}).verify(5) == 10.0  # more rows never count as cheaper
+
+
+def test_outcomes_follow_the_emitted_tokens_through_the_tree() -> None:
+    #      5 -> 7 -> 9
+    # 1 <
+    #      6 -> 8
+    tree = DraftTree(
+        (1, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 3), confidence=(1, 0.9, 0.4, 0.8, 0.3, 0.7)
+    )
+    assert outcomes(tree, [5, 7, 2]) == [
+        Outcome(1, 0.9, True),
+        Outcome(1, 0.4, False),
+        Outcome(2, 0.8, True),
+        Outcome(3, 0.7, False),
+    ]
+    assert outcomes(tree, [4]) == [Outcome(1, 0.9, False), Outcome(1, 0.4, False)]
+
+
+def test_acceptance_estimates_move_from_prior_to_record() -> None:
+    table = AcceptanceTable()
+    assert table.at_confidence(0.35) == pytest.approx(0.35)
+    for _ in range(300):
+        table.update([Outcome(1, 0.35, True), Outcome(2, 0.85, False)])
+    assert table.at_confidence(0.31) > 0.9 and table.at_confidence(0.85) < 0.1
+    assert table.at_depth(1) > 0.9 and table.at_depth(2) < 0.1
+    child = AcceptanceTable(table)
+    assert child.at_depth(1) == pytest.approx(table.at_depth(1))
+
+
+def expected_rate(nodes: list[list[int]], offers: list[Offer], costs: CostTable) -> float:
+    """Expected tokens per millisecond of a choice, by definition."""
+    gain = sum(1 + sum(o.chances[n] for n in kept) for o, kept in zip(offers, nodes, strict=True))
+    rows = sum(1 + len(kept) for kept in nodes)
+    return gain / (costs.verify(rows) + costs.host_ms)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_choose_finds_the_best_subset(seed: int) -> None:
+    """Against brute force over all connected subsets of two small trees."""
+    rng = random.Random(seed)
+    costs = CostTable({1: 10.0, 2: 10 + 4 * rng.random(), 4: 14 + 9 * rng.random(), 9: 40.0})
+    offers = []
+    for _ in range(2):
+        parents = [-1, *(rng.randrange(node) for node in range(1, 5))]
+        chances = [1.0]
+        for node in range(1, 5):
+            chances.append(chances[parents[node]] * rng.random())
+        offers.append(Offer(DraftTree(tuple(range(5)), tuple(parents)), chances))
+
+    def connected(tree: DraftTree) -> list[list[int]]:
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(range(1, 5), n) for n in range(5)
+        )
+        return [list(s) for s in subsets if all(tree.parents[n] in (0, *s) for n in s)]
+
+    best = max(
+        expected_rate([a, b], offers, costs)
+        for a in connected(offers[0].tree)
+        for b in connected(offers[1].tree)
+    )
+    cut = choose(offers, costs, other_rows=0, draft_ms=0.0)
+    kept = [list(tree.tokens[1:]) for tree in cut]  # tokens are node numbers
+    assert expected_rate(kept, offers, costs) == pytest.approx(best)
+
+
+def test_choose_drops_everything_where_rows_are_dear_and_keeps_trees_with_q() -> None:
+    tree = DraftTree.chain([0, 1, 2, 3])
+    [cut] = choose([Offer(tree, [1, 0.9, 0.8, 0.7])], STEEP, other_rows=0, draft_ms=0.0)
+    assert len(cut) == 1
+    import torch
+
+    drawn = DraftTree.chain([0, 1, 2], q={0: torch.ones(4) / 4, 1: torch.ones(4) / 4})
+    [kept] = choose([Offer(drawn, [1, 0.1, 0.01])], STEEP, other_rows=0, draft_ms=0.0)
+    assert kept is drawn
+
+
+def test_depth_limit_weighs_acceptance_against_drafting() -> None:
+    good, bad = AcceptanceTable(), AcceptanceTable()
+    for _ in range(200):
+        good.update([Outcome(d, 0.5, True) for d in range(1, 8)])
+        bad.update([Outcome(d, 0.5, False) for d in range(1, 8)])
+    cheap, dear = DraftCost(depth_ms=0.5), DraftCost(depth_ms=20.0)
+    assert depth_limit(good, FLAT, draft=cheap, rows=1, limit=7) == 7
+    assert depth_limit(bad, FLAT, draft=cheap, rows=1, limit=7) == 0
+    assert depth_limit(good, FLAT, draft=dear, rows=1, limit=7) == 0
+
+
+def test_draft_cost_tells_base_from_slope() -> None:
+    cost = DraftCost()
+    for depth in (1, 5, 3, 8, 2, 6, 4, 7):
+        cost.learn(depth, 2.0 + 0.5 * depth)
+    assert cost.base_ms == pytest.approx(2.0) and cost.depth_ms == pytest.approx(0.5)
+    constant = DraftCost()
+    for _ in range(5):
+        constant.learn(4, 3.0)
+    assert constant.at(4) == pytest.approx(3.0)
+
+
+def run(budget: CostBudget, *, steps: int, accept: bool, ms: float) -> list[int]:
+    """Depths that a chain drafter of a given cost per proposal was allowed, step by step."""
+    subject = Subject(0, "d", room=100)
+    allowed = []
+    for _ in range(steps):
+        [limit] = budget.limits([subject], other_rows=0)
+        allowed.append(limit.depth)
+        if limit.depth:
+            tree = DraftTree.chain(range(limit.depth + 1))
+            budget.spent("d", ms * limit.depth, limit.depth)
+            emitted = list(range(1, limit.depth + 1)) if accept else [99]
+            budget.learn(subject, tree, emitted)
+    return allowed
+
+
+def test_a_drafter_that_never_hits_is_asked_ever_more_rarely() -> None:
+    budget = CostBudget(FLAT, nodes=8, depth=8)
+    allowed = run(budget, steps=800, accept=False, ms=1.0)
+    asked = [i for i, depth in enumerate(allowed) if depth]
+    assert len(asked) < 60
+    gaps = [b - a for a, b in itertools.pairwise(asked)][-3:]
+    assert gaps == sorted(gaps) and gaps[-1] >= 4 * PROBE_FIRST
+
+
+def test_a_drafter_that_becomes_good_is_found_again() -> None:
+    budget = CostBudget(FLAT, nodes=8, depth=8)
+    run(budget, steps=300, accept=False, ms=1.0)
+    allowed = run(budget, steps=900, accept=True, ms=1.0)
+    assert allowed[-1] > 4
+
+
+def test_room_bounds_the_depth() -> None:
+    budget = CostBudget(FLAT, nodes=8, depth=8)
+    limits = budget.limits([Subject(0, "d", room=2), Subject(1, "d", room=0)], other_rows=0)
+    assert [(n.nodes, n.depth) for n in limits] == [(8, 2), (0, 0)]
