@@ -20,6 +20,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
 
 HERE = Path("src/outrider/kernels/native")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
@@ -40,8 +41,9 @@ class BuildKernels(build_ext):
         except Exception as error:
             if os.environ.get("OUTRIDER_NATIVE") == "require":
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            print(f"outrider: no native CPU kernels ({reason}); PyTorch is used", file=sys.stderr)
+            failures = (CompileError, LinkError)
+            failed = "the C++ compiler failed" if isinstance(error, failures) else repr(error)
+            print(f"outrider: no native CPU kernels ({failed}); PyTorch is used", file=sys.stderr)
 
     def _build(self, extension: Extension) -> None:
         sanitizers = os.environ.get("OUTRIDER_SANITIZE", "")
