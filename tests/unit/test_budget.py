@@ -20,7 +20,7 @@ from outrider.engine.budget import (
     depth_limit,
 )
 
-FLAT = CostTable({1: 10.0, 8: 11.0, 16: 15.0}, host_ms=0.5)
+FLAT = CostTable({1: 10.0, 8: 11.0, 16: 15.0}, host_ms=0.5)  # nothing here teaches it
 STEEP = CostTable({1: 10.0, 2: 20.0, 4: 40.0})
 
 
@@ -29,6 +29,18 @@ def test_costs_are_linear_between_and_beyond_measurements() -> None:
     assert [table.verify(n) for n in (1, 2, 3, 4, 6)] == [10, 12, 16, 20, 28]
     assert table.relative(4) == 2.0
     assert CostTable({1: 10.0, 2: 8.0}).verify(5) == 10.0  # more rows never count as cheaper
+
+
+def test_costs_follow_what_passes_cost_and_ignore_outliers() -> None:
+    rng = random.Random(0)
+    table = CostTable({1: 10.0, 2: 10.0, 4: 10.0, 8: 10.0})
+    for _ in range(600):
+        rows = rng.choice([1, 3, 8])
+        spike = 50.0 if rng.random() < 0.1 else 1.0
+        table.learn(rows, verify_ms=(5.0 + rows) * rng.uniform(0.9, 1.1) * spike, host_ms=0.3)
+    for rows in (1, 3, 8):
+        assert table.verify(rows) == pytest.approx(5.0 + rows, rel=0.15)
+    assert table.host_ms == pytest.approx(0.3, rel=0.1)
 
 
 def test_outcomes_follow_the_emitted_tokens_through_the_tree() -> None:

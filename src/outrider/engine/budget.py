@@ -13,7 +13,7 @@ both pure functions of those numbers:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -27,19 +27,24 @@ PROBE_LAST = 256
 PROBE_DEPTH = 4
 FREE_SHARE = 0.02  # of a one-row pass: depths that cost less than this in all are free
 COST_MEMORY = 0.98  # per proposal
+COST_STEP = 1.01
+HOST_STEP = 0.05
 GAIN_STEP = 0.06
 
 
-@dataclass(frozen=True)
+@dataclass
 class CostTable:
     """Milliseconds of a target pass by number of rows, and of the rest of a step.
+
+    It starts from a measurement and follows what passes really cost, since that changes with the
+    context's length and with other work on the machine.
 
     Attributes:
         verify_ms: rows to milliseconds; at least one entry.
         host_ms: sampling, verdicts and bookkeeping per step.
     """
 
-    verify_ms: Mapping[int, float]
+    verify_ms: dict[int, float]
     host_ms: float = 0.0
 
     @cached_property
@@ -55,6 +60,18 @@ class CostTable:
         lower, upper = known[index - 1], known[index]
         slope = (self.verify_ms[upper] - self.verify_ms[lower]) / (upper - lower)
         return self.verify_ms[lower] + max(slope, 0.0) * (rows - lower)
+
+    def learn(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
+        """Take in one pass: the entries around ``rows`` move a small step towards it.
+
+        A step of fixed size makes each entry follow the median, so one slow pass does no harm.
+        """
+        step = COST_STEP if verify_ms > self.verify(rows) else 1 / COST_STEP
+        index = bisect_left(self._known, rows)
+        for known in self._known[max(index - 1, 0) : index + 1]:
+            share = max(0.0, 1 - abs(known - rows) / rows)
+            self.verify_ms[known] *= step**share
+        self.host_ms += HOST_STEP * (min(host_ms, 4 * self.host_ms + 1) - self.host_ms)
 
     def relative(self, rows: int) -> float:
         """v(n): the cost of ``rows`` rows in units of a one-row pass."""
@@ -247,6 +264,10 @@ class Budget(Protocol):
         """Learn what a proposal of ``depth`` cost."""
         ...
 
+    def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
+        """Learn what a step of ``rows`` rows cost beside drafting."""
+        ...
+
     def learn(self, subject: Subject, tree: DraftTree, emitted: Sequence[int]) -> None:
         """Learn what became of an offered tree."""
         ...
@@ -277,6 +298,9 @@ class FixedBudget:
         return list(trees)
 
     def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
+        return
+
+    def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
         return
 
     def learn(self, subject: Subject, tree: DraftTree, emitted: Sequence[int]) -> None:
@@ -321,6 +345,10 @@ class CostBudget:
 
     def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
         self._drafters.setdefault(drafter, DrafterStats()).cost.learn(depth, milliseconds)
+
+    def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
+        if rows <= max(self.costs.verify_ms):
+            self.costs.learn(rows, verify_ms=verify_ms, host_ms=host_ms)
 
     def learn(self, subject: Subject, tree: DraftTree, emitted: Sequence[int]) -> None:
         self._memory(subject).learn(tree, emitted)

@@ -273,12 +273,9 @@ class Engine:
             features = None if forward.features is None else forward.features[index]
             settled.append(self._settle(item, forward.logits[index], features, layers))
         self._cache.check_integrity()
-        facts = {
-            "step": number,
-            "rows": sum(w.segment.rows for w in work),
-            "sequences": len(work),
-            **times.milliseconds(),
-        }
+        rows, spent = sum(w.segment.rows for w in work), times.milliseconds()
+        self.budget.passed(rows, verify_ms=spent["verify_ms"], host_ms=spent["host_ms"])
+        facts = {"step": number, "rows": rows, "sequences": len(work), **spent}
         for item, result in zip(work, settled, strict=True):
             sequence = item.running.sequence
             sequence.steps.append(self._record(item, result, facts))

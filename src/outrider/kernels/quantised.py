@@ -87,24 +87,37 @@ Weight = FloatWeight | Int8Weight | Int8GroupsWeight | Int4Weight
 
 def to_int8(weight_NK: Tensor) -> Int8Weight:
     """Round to int8, scale = max |w| / 127 per output."""
-    weight = weight_NK.float()
-    scale = weight.abs().amax(1) / 127.0
-    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
-    q = (weight * inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    q = torch.empty(weight_NK.shape, dtype=torch.int8)
+    scale = torch.empty(len(q))
+    for rows in _slices(len(q)):
+        weight = weight_NK[rows].float()
+        step = weight.abs().amax(1) / 127.0
+        inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
+        q[rows] = weight.mul_(inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        scale[rows] = step
     return Int8Weight(q, scale)
 
 
 def to_int4(weight_NK: Tensor) -> Int4Weight:
     """Round to 4 bits, from the smallest to the largest value of every group of 32."""
-    groups = _groups(weight_NK.float())
-    low, high = groups.amin(2), groups.amax(2)
-    scale = ((high - low) / 15.0).half()
-    minimum = low.half()
-    step = scale.float()
-    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
-    q = ((groups - minimum.float()[..., None]) * inverse[..., None]).round_().clamp_(0, 15)
-    inputs = weight_NK.shape[1]
-    return Int4Weight(q.flatten(1)[:, :inputs].to(torch.uint8).contiguous(), scale, minimum)
+    outputs, inputs = weight_NK.shape
+    q = torch.empty(outputs, inputs, dtype=torch.uint8)
+    scale, minimum = torch.empty(2, outputs, -(-inputs // GROUP), dtype=torch.float16).unbind(0)
+    for rows in _slices(outputs):
+        groups = _groups(weight_NK[rows].float())
+        low, high = groups.amin(2), groups.amax(2)
+        scale[rows] = ((high - low) / 15.0).half()
+        minimum[rows] = low.half()
+        step = scale[rows].float()
+        inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
+        steps = (groups - minimum[rows].float()[..., None]).mul_(inverse[..., None])
+        q[rows] = steps.round_().clamp_(0, 15).flatten(1)[:, :inputs].to(torch.uint8)
+    return Int4Weight(q, scale, minimum)
+
+
+def _slices(outputs: int) -> list[slice]:
+    """Few outputs at a time: the largest matrix in fp32 would be the peak of a model's memory."""
+    return [slice(first, first + 1024) for first in range(0, outputs, 1024)]
 
 
 def _groups(x_NK: Tensor) -> Tensor:

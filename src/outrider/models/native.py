@@ -191,7 +191,8 @@ class _Builder:
             if progress is not None:
                 progress("weights", (index + 1) / (len(self.config.layers) + 1))
         single = self.precision == "fp32"
-        embedding = self.read(EMBEDDING).to(torch.float32 if single else torch.bfloat16)
+        # a copy: a tensor that lies in the file's mapping would keep all of the file in memory
+        embedding = self.read(EMBEDDING).to(torch.float32 if single else torch.bfloat16, copy=True)
         head = EMBEDDING if self.config.tied else HEAD
         return NativeWeights(
             embedding.contiguous(),
