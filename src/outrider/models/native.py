@@ -158,7 +158,7 @@ class _Builder:
         return pack(weight if order is None else quantised.take_rows(weight, order), self.arena)
 
     def norm(self, name: str) -> Tensor:
-        weight = self.read(name).float()
+        weight = self.read(name).to(torch.float32, copy=True)
         return (1.0 + weight if self.config.norm_adds_one else weight).contiguous()
 
     def layer(self, index: int) -> NativeLayer:
@@ -191,7 +191,7 @@ class _Builder:
             if progress is not None:
                 progress("weights", (index + 1) / (len(self.config.layers) + 1))
         single = self.precision == "fp32"
-        # a copy: a tensor that lies in the file's mapping would keep all of the file in memory
+        # a copy, as of norms: a tensor in the file's mapping would keep all of the file in memory
         embedding = self.read(EMBEDDING).to(torch.float32 if single else torch.bfloat16, copy=True)
         head = EMBEDDING if self.config.tied else HEAD
         return NativeWeights(
