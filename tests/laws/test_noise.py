@@ -84,8 +84,8 @@ class StepsByTheIncrement(Noise):
 class OneNumberForAll(Noise):
     """All tokens of a row share their number."""
 
-    def uniform(self, ids, *, position, purpose):  # type: ignore[no-untyped-def]
-        return super().uniform(np.zeros_like(ids), position=position, purpose=purpose)
+    def _uniform(self, bits, *, position, purpose):  # type: ignore[no-untyped-def]
+        return super()._uniform(np.zeros_like(bits), position=position, purpose=purpose)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -76,6 +77,22 @@ def _mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values
 
 
+def _spread(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Where the ids stand in the generator's sequence, relative to its key."""
+    bits = ids.astype(np.uint64)
+    bits += np.uint64(1)
+    bits *= np.uint64(_GAMMA)
+    return bits
+
+
+@lru_cache(maxsize=8)
+def _all_spread(size: int) -> npt.NDArray[np.uint64]:
+    """`_spread` of all ids of a vocabulary; read only."""
+    bits = _spread(np.arange(size))
+    bits.setflags(write=False)
+    return bits
+
+
 @dataclass(frozen=True)
 class Noise:
     """The keyed noise of one request: a `Source` that is a pure function of its seed."""
@@ -95,13 +112,16 @@ class Noise:
         self, ids: npt.NDArray[np.int64], *, position: int, purpose: Purpose
     ) -> npt.NDArray[np.float64]:
         """Uniform numbers in the open interval (0, 1), one per id; 0 and 1 cannot occur."""
+        return self._uniform(_spread(ids), position=position, purpose=purpose)
+
+    def _uniform(
+        self, bits: npt.NDArray[np.uint64], *, position: int, purpose: Purpose
+    ) -> npt.NDArray[np.float64]:
+        """`uniform` from spread ids, which are not changed."""
         key = _mix((self.seed + _GAMMA) & _MASK)
         key = _mix(((key ^ position) + _GAMMA) & _MASK)
         key = _mix(((key ^ int(purpose)) + _GAMMA) & _MASK)
-        bits = ids.astype(np.uint64)
-        bits += np.uint64(1)
-        bits *= np.uint64(_GAMMA)
-        bits += np.uint64(key)
+        bits = bits + np.uint64(key)
         _mix_array(bits)
         bits >>= np.uint64(12)  # with 53 bits the added half would round, and 1 could occur
         uniform = bits.astype(np.float64)
@@ -113,15 +133,21 @@ class Noise:
         self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
     ) -> list[int]:
         weights = weights_V.detach().to("cpu").numpy()
-        ids = np.flatnonzero(weights > 0)
-        if len(ids) > 1:  # one-hot, as at temperature 0, needs no noise
-            arrival = self.uniform(ids, position=position, purpose=purpose)
-            np.log(arrival, out=arrival)
-            with np.errstate(over="ignore"):  # a subnormal weight arrives at infinity
-                arrival /= weights if len(ids) == len(weights) else weights[ids]
-            ids = ids[_first(arrival, count)]
-        tokens: list[int] = ids.tolist()
-        return tokens
+        support = weights > 0
+        size = int(np.count_nonzero(support))
+        if 2 * size > len(weights):  # cheaper to give zeros a number too: they never arrive
+            bits, ids = _all_spread(len(weights)), None
+        else:
+            ids = np.flatnonzero(support)
+            if size <= 1:  # one-hot, as at temperature 0, needs no noise
+                return list(map(int, ids))
+            bits, weights = _spread(ids), weights[ids]
+        arrival = self._uniform(bits, position=position, purpose=purpose)
+        np.log(arrival, out=arrival)
+        with np.errstate(over="ignore", divide="ignore"):  # a subnormal weight arrives at infinity
+            arrival /= weights
+        first = _first(arrival, min(count, size))
+        return list(map(int, first if ids is None else ids[first]))
 
     def accept(self, p: float, q: float, *, position: int, index: int) -> bool:
         u = self.uniform(np.array([index]), position=position, purpose=Purpose.ACCEPT)[0]
