@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -309,3 +311,33 @@ def test_more_threads_than_work() -> None:
     segment = Segment(0, tokens(3), DraftTree.chain(tokens(4)))
     want = logits_of(one, one.new_cache(slots=1, length=16), segment)
     assert torch.equal(logits_of(many, many.new_cache(slots=1, length=16), segment)[0], want[0])
+
+
+def test_passes_from_many_threads_take_turns() -> None:
+    models = [make(tiny_config(), "int8"), make(WIDE, "bf16", threads=3)]
+
+    def decode(model: NativeTransformer) -> Tensor:
+        cache = model.new_cache(slots=1, length=64)
+        return torch.cat(
+            [
+                logits_of(model, cache, Segment(0, (), DraftTree.chain(tokens(n))))[0]
+                for n in range(1, 20)
+            ]
+        )
+
+    want = [decode(model) for model in models]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(decode, models * 6))
+    assert all(torch.equal(got, want[i % 2]) for i, got in enumerate(results))
+
+
+def test_a_forked_child_starts_threads_of_its_own() -> None:
+    model = make(tiny_config(), "int8", threads=2)
+    cache = model.new_cache(slots=1, length=16)
+    segment = Segment(0, (), DraftTree.chain((1, 2, 3)))
+    want = logits_of(model, cache, segment)[0].tolist()
+    child = os.fork()
+    if child == 0:
+        same = logits_of(model, cache, segment)[0].tolist() == want
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
