@@ -84,7 +84,7 @@ Seed = Annotated[
 # What to print.
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
 Records = Annotated[
-    Path | None, typer.Option(help="Write one JSON line per step of the request to this file.")
+    Path | None, typer.Option(help="Write JSON lines about every step to this new file.")
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -64,24 +64,31 @@ class Cell:
         return sum(r.error is not None for r in self.records)
 
     def decode_speedup(self) -> Speedup | None:
-        """Tokens per second after the first token, against plain: what TPOT is about."""
-        return self._speedup(lambda r: r.e2e_ms - (r.ttft_ms or 0.0), skip_first=1)
+        """Tokens per second after the first step that brought any, against plain."""
+        return self._speedup(
+            lambda r: r.e2e_ms - (r.ttft_ms or 0.0),
+            lambda r: r.completion_tokens - r.first_step_tokens,
+        )
 
     def whole_speedup(self) -> Speedup | None:
         """Tokens per second of the whole request, prefill included, against plain."""
-        return self._speedup(lambda r: r.e2e_ms, skip_first=0)
+        return self._speedup(lambda r: r.e2e_ms, lambda r: r.completion_tokens)
 
-    def _speedup(self, milliseconds: Any, *, skip_first: int) -> Speedup | None:
+    def _speedup(
+        self,
+        milliseconds: Callable[[RequestRecord], float],
+        tokens: Callable[[RequestRecord], int],
+    ) -> Speedup | None:
         pairs = [
             Pair(
                 prompt=record.id,
                 plain_s=milliseconds(plain) / 1000,
                 speculative_s=milliseconds(record) / 1000,
-                plain_tokens=plain.completion_tokens - skip_first,
-                speculative_tokens=record.completion_tokens - skip_first,
+                plain_tokens=tokens(plain),
+                speculative_tokens=tokens(record),
             )
             for record, plain in zip(self.records, self.plain, strict=True)
-            if min(plain.completion_tokens, record.completion_tokens) > 1
+            if min(tokens(plain), tokens(record)) > 0
             and record.error is None
             and plain.error is None
         ]

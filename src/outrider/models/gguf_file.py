@@ -31,10 +31,10 @@ from outrider.kernels.quantised import (
 )
 from outrider.models.config import ModelConfig
 from outrider.models.paths import cache_folder, complete_folder, disk_full, file_hash
-from outrider.models.safetensors_files import INDEX, SINGLE
+from outrider.models.safetensors_files import INDEX, SINGLE, read_json
 
 # Part of the cache's key: raise it when the conversion changes.
-CONVERSION = 1
+CONVERSION = 2
 SHARD_BYTES = 2 << 30
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -91,6 +91,7 @@ class GgufModel:
         raw: the config.json that the metadata stands for.
         metadata: the file's own.
         tensors: yields (name, tensor); reading happens as it goes.
+        types: of the tensors, as GGUF names them.
         nbytes: of all tensors together.
         count: of tensors.
     """
@@ -99,6 +100,7 @@ class GgufModel:
     raw: dict[str, Any]
     metadata: dict[str, Any]
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    types: frozenset[str]
     nbytes: int
     count: int
 
@@ -136,7 +138,13 @@ def read_gguf(path: Path) -> GgufModel:
             yield target, _tensor(by_name[name], target, architecture, raw)
 
     sizes = [2 * int(by_name[name].n_elements) for name in names]
-    return GgufModel(path, raw, metadata, tensors, sum(sizes), len(names))
+    types = frozenset(by_name[name].tensor_type.name for name in names)
+    return GgufModel(path, raw, metadata, tensors, types, sum(sizes), len(names))
+
+
+def is_quantised(folder: Path) -> bool:
+    """Was a converted folder made from a file with quantised weights?"""
+    return bool(set(read_json(folder / "source.json").get("types", ())) - set(_FLOATS))
 
 
 def _open(path: Path) -> gguf.GGUFReader:
@@ -383,7 +391,8 @@ def converted(path: Path, progress: Callable[[str, float], None] | None = None) 
             raise disk_full(final)
         _write_weights(model, folder, progress)
         _write_json(folder / "config.json", _config_file(model))
-        _write_json(folder / "source.json", {"file": path.name, "sha256": file_hash(path)})
+        source = {"file": path.name, "sha256": file_hash(path), "types": sorted(model.types)}
+        _write_json(folder / "source.json", source)
         from outrider.models.gguf_tokenizer import convert_tokenizer
 
         convert_tokenizer(model, folder)

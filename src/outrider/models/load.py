@@ -21,7 +21,7 @@ from outrider.errors import InvalidParameter, ModelError
 from outrider.kernels import native
 from outrider.kernels.quantised import Weight
 from outrider.models.config import FAMILIES, ModelConfig
-from outrider.models.gguf_file import converted, stored_weights
+from outrider.models.gguf_file import converted, is_quantised, stored_weights
 from outrider.models.native import NativeTransformer, unsupported
 from outrider.models.safetensors_files import TensorFolder, read_json
 from outrider.models.tokenizer import Tokenizer
@@ -125,7 +125,8 @@ def load_model(
     _check_names(weights, kernels)
     source = find_source(str(spec), progress)
     config, tensors = open_folder(source.folder)
-    choice = choose(config, weights, kernels, device=place, quantised=source.gguf is not None)
+    quantised = source.gguf is not None and is_quantised(source.folder)
+    choice = choose(config, weights, kernels, device=place, quantised=quantised)
     tokenizer = Tokenizer.load(source.folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
@@ -171,7 +172,7 @@ def choose(
 ) -> Choice:
     """What a model runs on.
 
-    "auto" weights are int8 for a model that comes in 4 to 8 bits, where the native kernels can run
+    "auto" weights are int8 for a GGUF file with quantised weights, where the native kernels can run
     it; otherwise bf16 where the device computes in it, else fp32 (fp16 on a GPU).
 
     Raises:

@@ -170,6 +170,7 @@ class RequestRecord:
         tpot_ms: (e2e - TTFT) / (n - 1); `None` for fewer than two tokens.
         target_steps: verify steps (see the module head).
         prefill_steps: passes that gave the request no token.
+        first_step_tokens: tokens of the first verify step, which come with the first token.
         accepted_by_position: entry j - 1 counts verify steps whose accepted path reached depth j.
         rejected_by_position: entry j - 1 counts verify steps whose tree had depth j or more, whose
             path reached depth j - 1 and whose next token was none of the guesses at depth j.
@@ -198,6 +199,7 @@ class RequestRecord:
     e2e_ms: float
     target_steps: int
     prefill_steps: int = 0
+    first_step_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
     rejected_by_position: tuple[int, ...] = ()
     draft_ms: float = 0.0
@@ -345,6 +347,7 @@ def request_record(
         e2e_ms=timings.e2e_ms,
         target_steps=len(verify),
         prefill_steps=len(prefill),
+        first_step_tokens=verify[0].emitted if verify else 0,
         accepted_by_position=accepted,
         rejected_by_position=rejected,
         draft_ms=sum(step.draft_ms for step in verify),
