@@ -111,7 +111,10 @@ def read_gguf(path: Path) -> GgufModel:
     Raises:
         ModelError: missing, not GGUF, cut short, or of a kind that is not supported.
     """
-    reader = _open(path)
+    return _model(path, _open(path))
+
+
+def _model(path: Path, reader: gguf.GGUFReader) -> GgufModel:
     metadata = {
         name: field.contents()
         for name, field in reader.fields.items()
@@ -205,8 +208,8 @@ def stored_weights(path: Path) -> Callable[[str], Weight | None]:
         ModelError: as `read_gguf`.
     """
     reader = _open(path)
-    raw = read_gguf(path).raw
-    architecture = str(reader.fields["general.architecture"].contents())
+    model = _model(path, reader)
+    raw, architecture = model.raw, str(model.metadata["general.architecture"])
     found = {
         _hf_name(path, architecture, tensor.name): tensor
         for tensor in reader.tensors

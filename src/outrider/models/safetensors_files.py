@@ -54,29 +54,34 @@ class TensorFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = _weight_files(folder)
-        self._homes: dict[str, Any] = {}
+        self._homes: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in self.files:
-            self._open(path)
+            self._survey(path)
 
-    def _open(self, path: Path) -> None:
+    def _survey(self, path: Path) -> None:
         try:
-            opened: Any = safe_open(path, framework="pt")
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                if name in self._homes:
-                    raise ModelError(f"{path}: tensor {name!r} is in another shard as well")
-                self._homes[name] = opened
-                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+            with _opened(path) as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    if name in self._homes:
+                        raise ModelError(f"{path}: tensor {name!r} is in another shard as well")
+                    self._homes[name] = path
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
         except FileNotFoundError:
             raise ModelError(f"{path.name} is missing in {path.parent}") from None
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is damaged or cut short ({error}); fetch it again") from None
 
     def read(self, name: str) -> Tensor:
-        """A tensor in its stored dtype."""
+        """A tensor in its stored dtype.
+
+        The file is mapped for this read alone: pages of a mapping that stays open count as memory
+        of the process, the whole file's in the end.
+        """
         try:
-            tensor: Tensor = self._homes[name].get_tensor(name)
-        except SafetensorError as error:
+            with _opened(self._homes[name]) as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
             raise ModelError(f"{self.folder}: tensor {name!r} is damaged ({error})") from None
         return tensor
 
@@ -86,6 +91,10 @@ class TensorFolder:
         for path in self.files:
             digest.update(file_hash(path).encode())
         return digest.hexdigest()
+
+
+def _opened(path: Path) -> Any:
+    return safe_open(path, framework="pt")
 
 
 def _weight_files(folder: Path) -> list[Path]:
