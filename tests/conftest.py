@@ -82,7 +82,9 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("outrider.engine.engine.cached_costs", lambda *args, **options: costs)
 
     def call(*args: str, target: Target | None = None) -> Outcome:
-        def load(spec: str, *, weights: str, device: str, progress: ProgressCallback) -> FakeModel:
+        def load(
+            spec: str, *, weights: str, device: str, exact: bool, progress: ProgressCallback
+        ) -> FakeModel:
             assert spec == "fake", f"the test wanted the fake model, not {spec}"
             progress("weights", 1.0)
             return FakeModel(target or byte_target(), ByteTokenizer())

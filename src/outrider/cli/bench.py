@@ -33,6 +33,7 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Measured runs of each prompt.")] = 3,
     weights: options.Weights = "auto",
     device: options.Device = "auto",
+    exact: options.Exact = False,
     threads: options.Threads = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything measured to this file.")
@@ -56,7 +57,7 @@ def bench(
         check_drafter(drafter)
     for spec in workloads:
         load_workload(spec, limit=limit)  # refuse a wrong one before a model is loaded
-    loaded = session.model(target, weights=weights, device=device, threads=threads)
+    loaded = session.model(target, weights=weights, device=device, exact=exact, threads=threads)
     plan = BenchPlan(
         drafters=tuple(names),
         workloads=tuple(workloads),

@@ -33,6 +33,7 @@ def chat(
     context_length: options.Context = None,
     weights: options.Weights = "auto",
     device: options.Device = "auto",
+    exact: options.Exact = False,
     threads: options.Threads = None,
 ) -> None:
     """Talk with a model; numbers follow each answer."""
@@ -41,7 +42,7 @@ def chat(
         temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
     )
     check_drafter(drafter)
-    loaded = session.model(target, weights=weights, device=device, threads=threads)
+    loaded = session.model(target, weights=weights, device=device, exact=exact, threads=threads)
     engine = session.engine(loaded, [drafter], context=context_length)
     session.err.print(HELP, style="dim", markup=False)
     Conversation(session, loaded, engine, params, drafter=drafter, system=system).run()

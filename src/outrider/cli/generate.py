@@ -42,6 +42,7 @@ def generate(
     context_length: options.Context = None,
     weights: options.Weights = "auto",
     device: options.Device = "auto",
+    exact: options.Exact = False,
     threads: options.Threads = None,
     records: options.Records = None,
     as_json: options.Json = False,
@@ -65,7 +66,7 @@ def generate(
     if raw and system is not None:
         raise InvalidParameter("--system with --raw; a raw prompt has no system message")
     check_drafter(drafter)
-    loaded = session.model(target, weights=weights, device=device, threads=threads)
+    loaded = session.model(target, weights=weights, device=device, exact=exact, threads=threads)
     engine = session.engine(loaded, [drafter], rule=rule, context=context_length)
     if raw:
         tokens = loaded.tokenizer.encode(text)

@@ -46,6 +46,13 @@ Weights = Annotated[
         "else what the device computes in."
     ),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Only equal bits: native kernels, or where these cannot run one row at a time (slow).",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads. Default: one for each core that may be used.")

@@ -43,17 +43,17 @@ class Loader(Protocol):
     """Loads a model: the library's `load_model`, or a fake."""
 
     def __call__(
-        self, spec: str, *, weights: str, device: str, progress: ProgressCallback
+        self, spec: str, *, weights: str, device: str, exact: bool, progress: ProgressCallback
     ) -> Loaded: ...
 
 
 def load_from_library(
-    spec: str, *, weights: str, device: str, progress: ProgressCallback
+    spec: str, *, weights: str, device: str, exact: bool, progress: ProgressCallback
 ) -> Loaded:
     """`outrider.models.load.load_model`, imported when a model is wanted and not before."""
     from outrider.models.load import load_model
 
-    return load_model(spec, weights=weights, device=device, progress=progress)
+    return load_model(spec, weights=weights, device=device, exact=exact, progress=progress)
 
 
 @dataclass
@@ -74,7 +74,13 @@ class Session:
     debug: bool = False
 
     def model(
-        self, spec: str, *, weights: str = "auto", device: str = "auto", threads: int | None = None
+        self,
+        spec: str,
+        *,
+        weights: str = "auto",
+        device: str = "auto",
+        exact: bool = False,
+        threads: int | None = None,
     ) -> Loaded:
         """Load a model and show how far it is.
 
@@ -84,7 +90,9 @@ class Session:
         """
         set_threads(threads)
         with LoadProgress(self.err, spec) as progress:
-            return self.load(spec, weights=weights, device=device, progress=progress.update)
+            return self.load(
+                spec, weights=weights, device=device, exact=exact, progress=progress.update
+            )
 
     def engine(
         self,

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from outrider.kernels.quantised import Weight
 from outrider.models.config import FAMILIES, ModelConfig
 from outrider.models.gguf_file import converted, is_quantised, stored_weights
 from outrider.models.native import NativeTransformer, unsupported
+from outrider.models.one_row import OneRowAtATime
 from outrider.models.safetensors_files import TensorFolder, read_json
+from outrider.models.target import Target
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.transformer import Transformer
 from outrider.models.weights import Progress, build_weights, check_shapes
@@ -54,7 +56,7 @@ class LoadedModel:
         choice: what it runs on, and why.
     """
 
-    target: Transformer | NativeTransformer
+    target: Target
     tokenizer: Tokenizer
     spec: str
     source: Path
@@ -105,6 +107,7 @@ def load_model(
     weights: str = "auto",
     kernels: str = "auto",
     device: str = "auto",
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model.
@@ -114,6 +117,9 @@ def load_model(
         weights: "int8", "int4", "bf16", "fp16", "fp32", or "auto" (see `choose`).
         kernels: "native" for our own CPU kernels, "torch", or "auto": native where they can.
         device: "cpu", "cuda", or "auto": cuda where there is one.
+        exact: only a target whose rows have the same bits in every company, so that speculative
+            output equals plain output: the native kernels, or else one row at a time, which is
+            slow and says so in `choice`.
         progress: called with the stage ("convert", "weights", "tokenizer") and how much of it is
             done, 0 to 1.
 
@@ -137,7 +143,7 @@ def load_model(
         progress("tokenizer", 1.0)
     name = Path(spec).name if Path(spec).exists() else str(spec)
     fingerprint = _fingerprint(source.folder, tensors, tokenizer, choice.weights)
-    target: Transformer | NativeTransformer
+    target: Target
     if choice.native:
         target = NativeTransformer.build(
             config,
@@ -159,6 +165,9 @@ def load_model(
             fingerprint=fingerprint,
             end_tokens=tokenizer.end_tokens,
         )
+    if exact and not target.row_invariant:
+        target = OneRowAtATime(target)
+        choice = replace(choice, why=f"{choice.why}; one row at a time, to be exact")
     return LoadedModel(target, tokenizer, str(spec), source.folder, choice)
 
 

@@ -237,6 +237,7 @@ class NativeTransformer:
         self.config = config
         self.weights = weights
         self.precision = precision
+        self.row_invariant = True
         self.threads = threads
         self.name = name
         self.fingerprint = fingerprint

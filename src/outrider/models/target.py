@@ -83,6 +83,8 @@ class Target(Protocol):
         cache_shape: what its cache needs per position.
         precision: what its weights are held in: "int8", "int4", "bf16", "fp16" or "fp32". It is
             part of what the model says, so every record names it.
+        row_invariant: a row's logits have the same bits in every company: alone, among guesses,
+            beside other sequences. Then speculative output is equal to plain output.
         device: where it computes.
         weight_bytes: bytes of weights that a one-row pass reads.
         layers: number of layers; features may be asked of 0 .. layers (the last: the final state
@@ -96,6 +98,7 @@ class Target(Protocol):
     end_tokens: frozenset[int]
     cache_shape: CacheShape
     precision: str
+    row_invariant: bool
     device: torch.device
     weight_bytes: int
     layers: int

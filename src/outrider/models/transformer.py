@@ -142,6 +142,7 @@ class Transformer:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.precision = PRECISION_NAMES[self.dtype]
+        self.row_invariant = False  # of chains on a CPU, not of trees; see attention.py
         self.cache_shape = CacheShape(self.layers, config.kv_heads, config.head_dim, self.dtype)
         self._layers = [
             Layer(config, i, layer, self.dtype) for i, layer in enumerate(weights.layers)

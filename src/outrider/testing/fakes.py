@@ -109,6 +109,7 @@ class TableTarget:
         )
         self.device = torch.device("cpu")
         self.precision = "fp64"
+        self.row_invariant = True
         self.weight_bytes = 8 * self.vocab_size**2
         self._table = Noise(self.seed)
 
