@@ -217,7 +217,7 @@ def machine_details(sources: Sources) -> list[str]:
 
 def repository_texts() -> Sources:
     """Every text file of the repository, without the licence's fixed text."""
-    skip = {".git", ".venv", "build", "dist", "__pycache__", ".hypothesis"}
+    skip = {".peers", ".git", ".venv", "build", "dist", "__pycache__", ".hypothesis"}
     skip |= {".mypy_cache", ".ruff_cache", ".pytest_cache"}
     texts = {}
     for path in sorted(ROOT.rglob("*")):
