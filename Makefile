@@ -11,10 +11,10 @@ DEV     := $(VENV)/.dev-installed
 INPUTS  := pyproject.toml constraints.txt setup.py $(wildcard src/outrider/kernels/native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench docs dist clean
+.PHONY: help setup demo test check bench bench-peers docs dist clean
 
 help:  ## List the commands.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(DEV)  ## Install Outrider, its demo model and the development tools into .venv.
 
@@ -32,6 +32,10 @@ check: $(DEV)  ## Lint, check the format and the types.
 bench: $(RUN)  ## A short benchmark on the built-in workloads.
 	$(BIN)/outrider bench --target smollm2-135m --drafters none,suffix \
 		--workload builtin:edit,builtin:chat --limit 4
+
+bench-peers: $(RUN)  ## Install other engines into .peers (half an hour) and compare with them.
+	$(BIN)/python benchmarks/peers/install.py
+	$(BIN)/python benchmarks/peers/run.py
 
 docs: $(DEV)  ## Regenerate the command-line reference and check the links in the docs.
 	$(BIN)/python docs/generate.py

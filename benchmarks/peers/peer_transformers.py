@@ -71,7 +71,7 @@ class TransformersPeer:
                 self._model(torch.ones((1, count), dtype=torch.long), past_key_values=cache)
                 elapsed = (time.perf_counter() - begin) * 1000
                 best[count] = min(elapsed, best.get(count, elapsed))
-                cache.crop(CONTEXT)
+                cache.crop(-count)
         method = f"best of {REPEATS} passes behind {CONTEXT} positions, logits of all rows"
         return PassTimes(best, method)
 
