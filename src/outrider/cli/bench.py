@@ -13,16 +13,22 @@ from outrider.cli import options
 from outrider.cli.session import Session, check_drafter
 from outrider.errors import InvalidParameter
 
+DRAFTERS = "none,ngram,suffix"
+WORKLOADS = "builtin:edit,builtin:chat"
+
 
 def bench(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="The model to measure.")] = options.DEFAULT_TARGET,
     drafters: Annotated[
-        list[str] | None, typer.Option(help="Drafters to compare, by comma or repeated.")
+        list[str] | None,
+        typer.Option(help=f"Drafters to compare, by comma or repeated. Default: {DRAFTERS}."),
     ] = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option(help="builtin:NAME or a JSONL file, by comma or repeated."),
+        typer.Option(
+            help=f"builtin:NAME or a JSONL file, by comma or repeated. Default: {WORKLOADS}."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="At most this many prompts of each.")] = None,
     max_tokens: options.MaxTokens = 128,
@@ -45,11 +51,14 @@ def bench(
     from outrider.evaluate.workloads import load_workload
 
     session: Session = context.obj
-    names = split(drafters or ["none,ngram,suffix"])
-    workloads = split(workload or ["builtin:edit,builtin:chat"])
+    names = split(drafters or [DRAFTERS])
+    workloads = split(workload or [WORKLOADS])
     params = options.sampling(
         temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
     )
+    for name, given in (("--drafters", names), ("--workload", workloads)):
+        if not given:
+            raise InvalidParameter(f"{name} is empty; name at least one")
     for name, value in (("--repeats", repeats), ("--limit", 1 if limit is None else limit)):
         if value < 1:
             raise InvalidParameter(f"{name} is {value}; use 1 or more")
@@ -57,6 +66,7 @@ def bench(
         check_drafter(drafter)
     for spec in workloads:
         load_workload(spec, limit=limit)  # refuse a wrong one before a model is loaded
+    check_results(json_file, records)
     loaded = session.model(target, weights=weights, device=device, exact=exact, threads=threads)
     plan = BenchPlan(
         drafters=tuple(names),
@@ -78,6 +88,19 @@ def bench(
         options.write_file(json_file, json.dumps(report.to_dict(), indent=2) + "\n")
     if not report.ok:
         raise typer.Exit(1)
+
+
+def check_results(json_file: Path | None, records: Path | None) -> None:
+    """Refuse places for the results that cannot take them, before minutes of work.
+
+    Raises:
+        InvalidParameter: one cannot be written, or the records exist: a run never mixes with them.
+    """
+    for path in (json_file, records):
+        if path is not None:
+            options.check_writable(path)
+    if records is not None and records.exists():
+        raise InvalidParameter(f"--records {records} exists already; choose another name")
 
 
 def split(values: Sequence[str]) -> list[str]:

@@ -97,7 +97,8 @@ def run_pair(
     """Answer one prompt twice."""
     tokens = loaded.tokenizer.chat(prompt.chat())
     session.out.print()
-    session.out.print(Text(f"{prompt.family}: {prompt.messages[-1].content}", style="bold"))
+    asked = Text(f"{prompt.family}: {prompt.messages[-1].content}", style="bold")
+    session.out.print(asked, soft_wrap=not session.out.is_terminal)  # words stay whole
     screen = screen_for(session.out, (PLAIN, drafter))
     try:
         plain = answer(engine, tokens, params, PLAIN, screen.view(0))
@@ -185,17 +186,19 @@ class SequentialScreen:
 
 
 class TwoColumns:
-    """On a terminal: both answers side by side as they grow."""
+    """On a terminal: both answers side by side as they grow.
+
+    While they grow, only as many last lines are shown as fit: a terminal cannot redraw what has
+    left the screen. The end shows everything.
+    """
 
     def __init__(self, console: Console, names: tuple[str, str]) -> None:
         self._names = names
         self._texts = ["", ""]
         self._counts = [(0, 0), (0, 0)]
+        self._console = console
         self._live = Live(
-            self._table(),
-            console=console,
-            refresh_per_second=REFRESH_PER_SECOND,
-            vertical_overflow="visible",
+            self._table(lines=self._room()), console=console, refresh_per_second=REFRESH_PER_SECOND
         )
         self._live.start()
 
@@ -208,26 +211,32 @@ class TwoColumns:
         self._texts[side] += text
         count, steps = self._counts[side]
         self._counts[side] = (count + tokens, steps + (1 if tokens else 0))
-        self._live.update(self._table())
+        self._live.update(self._table(lines=self._room()))
 
     def close(self) -> None:
         """Leave the final state on the screen."""
+        self._live.update(self._table(lines=None))
         self._live.stop()
 
-    def _table(self) -> Table:
+    def _room(self) -> int:
+        """Lines of text that fit below the head of a column."""
+        return max(self._console.height - 2, 1)
+
+    def _table(self, *, lines: int | None) -> Table:
         table = Table.grid(expand=True, padding=(0, 2))
         table.add_column(ratio=1)
         table.add_column(ratio=1)
-        table.add_row(*(self._column(side) for side in (0, 1)))
+        table.add_row(*(self._column(side, lines) for side in (0, 1)))
         return table
 
-    def _column(self, side: int) -> Group:
+    def _column(self, side: int, lines: int | None) -> Group:
         count, steps = self._counts[side]
         name = "plain" if self._names[side] == PLAIN else self._names[side]
-        return Group(
-            Text(f"{name}: {count} tokens in {steps} target steps", style="cyan"),
-            Text(self._texts[side]),
-        )
+        text = Text(self._texts[side])
+        if lines is not None:
+            width = max((self._console.width - 2) // 2, 1)  # the padding between the columns is 2
+            text = Text("\n").join(text.wrap(self._console, width)[-lines:])
+        return Group(Text(f"{name}: {count} tokens in {steps} target steps", style="cyan"), text)
 
 
 class _Column:

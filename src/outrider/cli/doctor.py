@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,7 +36,7 @@ class Examination:
         weights: device to the precisions of weights that it can run.
         kernels: what computes on this machine, and why.
         memory_mb, free_mb: of the machine.
-        cache: where converted models and measurements are kept.
+        cache: where converted models and measurements are kept, and whether they can be.
         models: models that can be loaded.
         verdict: what would run, in one line.
     """
@@ -90,7 +91,7 @@ def examine() -> Examination:
         kernels=_kernels(),
         memory_mb=memory.get("MemTotal", 0),
         free_mb=memory.get("MemAvailable", 0),
-        cache=str(cache_folder()),
+        cache=_cache(cache_folder()),
         models=rows,
         verdict=_verdict(rows),
     )
@@ -124,6 +125,14 @@ def _verdict(rows: list[ModelRow]) -> str:
         remedies = "; ".join(f"{row.name}: {row.remedy}" for row in rows)
         return f"nothing can run, no model is on this machine ({remedies})"
     return f"ready: outrider generate {ready.name} --prompt 'Hello'"
+
+
+def _cache(folder: Path) -> str:
+    """The cache folder, and what is wrong with it: a conversion is refused there, so say it now."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return f"{folder} (cannot be written; set OUTRIDER_CACHE to another folder)"
+    return f"{folder} ({shutil.disk_usage(there).free // 1_000_000:,} MB free on its disk)"
 
 
 def _version(package: str) -> str:

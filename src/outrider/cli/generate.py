@@ -66,6 +66,8 @@ def generate(
     if raw and system is not None:
         raise InvalidParameter("--system with --raw; a raw prompt has no system message")
     check_drafter(drafter)
+    if records is not None:
+        options.check_writable(records)
     loaded = session.model(target, weights=weights, device=device, exact=exact, threads=threads)
     engine = session.engine(loaded, [drafter], rule=rule, context=context_length)
     if raw:

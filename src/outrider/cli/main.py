@@ -1,11 +1,12 @@
 """The entry point: the app, its verbs, and how errors become exit codes.
 
 Exit codes: 0 done; 1 a check failed; 2 the request was wrong; 3 the machine or its files are not
-fit for it; 130 interrupted.
+fit for it; 130 interrupted; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from outrider.cli.generate import INTERRUPTED, generate
 from outrider.cli.models import models
 from outrider.cli.session import Session
 from outrider.errors import OutriderError
+
+UNFIT = 3
 
 VERBS = (demo, generate, chat, bench, models, doctor)
 
@@ -73,6 +76,11 @@ def run(args: Sequence[str] | None, *, session: Session) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as error:
+        if session.debug or error.filename is not None or error.errno != errno.ENOSPC:
+            raise
+        session.err.print("error: the output cannot be written: no space left; free some")
+        return UNFIT
     return 0
 
 

@@ -70,15 +70,15 @@ def list_models() -> list[ModelRow]:
     """Every model with a name of its own, installed or not."""
     from outrider.models.load import available_models
 
-    return [
-        ModelRow(
-            name=model.spec,
-            path="" if model.path is None else str(model.path),
-            size=0 if model.path is None else disk_size(model.path),
-            remedy=model.remedy,
-        )
-        for model in available_models()
-    ]
+    return [_row(model.spec, model.path, model.remedy) for model in available_models()]
+
+
+def _row(name: str, path: Path | None, remedy: str) -> ModelRow:
+    if path is None:
+        return ModelRow(name, "", 0, remedy)
+    if not path.exists():  # an environment variable can name anything
+        return ModelRow(name, "", 0, f"{path} does not exist; correct the path that names it")
+    return ModelRow(name, str(path), disk_size(path), "")
 
 
 def list_conversions() -> list[ConversionRow]:
@@ -118,7 +118,7 @@ def _models_table(rows: list[ModelRow]) -> Table:
     table.add_column("size", justify="right")
     table.add_column("where", overflow="fold")
     for row in rows:
-        table.add_row(row.name, _megabytes(row.size), row.path or f"not installed; {row.remedy}")
+        table.add_row(row.name, _megabytes(row.size), row.path or f"not here; {row.remedy}")
     return table
 
 

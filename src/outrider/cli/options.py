@@ -5,6 +5,7 @@ This file imports nothing heavy: `outrider --help` must not load a tensor librar
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -171,6 +172,24 @@ def _read(path: Path) -> str:
         raise InvalidParameter(
             f"prompt file {name} is not UTF-8 (byte {error.start}); convert it to UTF-8"
         ) from error
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place for results before the work is done, not after. Creates nothing.
+
+    Raises:
+        InvalidParameter: it is a folder, or nothing can be written there.
+    """
+    folder = path.parent
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not folder.is_dir():
+        reason = f"there is no folder {folder}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        reason = "permission denied"
+    else:
+        return
+    raise InvalidParameter(f"{path} cannot be written: {reason}; choose another path")
 
 
 def write_file(path: Path, text: str) -> None:

@@ -56,6 +56,19 @@ def load_from_library(
     return load_model(spec, weights=weights, device=device, exact=exact, progress=progress)
 
 
+PIPE_CLOSED = 141  # as a shell reports SIGPIPE; 1 would claim that a check failed
+
+
+class Screen(Console):
+    """A console whose reader may leave, as in ``outrider ... | head -1``."""
+
+    def on_broken_pipe(self) -> None:
+        """Drop what is still to come and end quietly."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(PIPE_CLOSED)
+
+
 @dataclass
 class Session:
     """One run of the command line.
@@ -67,9 +80,9 @@ class Session:
     """
 
     load: Loader = load_from_library
-    out: Console = field(default_factory=lambda: Console(soft_wrap=True, highlight=False))
+    out: Console = field(default_factory=lambda: Screen(soft_wrap=True, highlight=False))
     err: Console = field(
-        default_factory=lambda: Console(stderr=True, soft_wrap=True, highlight=False)
+        default_factory=lambda: Screen(stderr=True, soft_wrap=True, highlight=False)
     )
     debug: bool = False
 
