@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from outrider.cli.doctor import _cache
 from outrider.cli.main import UNFIT, run
 from outrider.cli.models import list_models
 from outrider.cli.options import check_writable
+from outrider.cli.render import LiveView
 from outrider.cli.session import PIPE_CLOSED, Screen, Session
 from outrider.errors import InvalidParameter
 
@@ -91,3 +93,17 @@ def test_answers_longer_than_the_screen_are_drawn_whole_once():
     late = console.file.getvalue()[len(early) :]  # type: ignore[attr-defined]
     assert "line 29" in early and early.count("line 0") <= 8
     assert late.count("line 0") >= 1 and "line 17" in late
+
+
+def test_a_paragraph_longer_than_the_screen_shows_its_end_and_whole_words():
+    console = Console(file=io.StringIO(), force_terminal=True, soft_wrap=True, width=30, height=6)
+    view = LiveView(console)
+    for number in range(60):
+        view.show(f"word{number:02d} ", 1)
+    view._live.refresh()
+    early = console.file.getvalue()  # type: ignore[attr-defined]
+    view.close()
+    late = console.file.getvalue()[len(early) :]  # type: ignore[attr-defined]
+    assert "word59" in early
+    assert all(f"word{number:02d}" in late for number in range(60))
+    assert re.search(r"word03 *\nword04", late)

@@ -146,8 +146,8 @@ class SilentView:
 class LiveView:
     """A terminal's view: the answer with a line of numbers that keeps up with it.
 
-    Finished lines are printed for good and only the last one is redrawn, so an answer longer than
-    the screen scrolls as it should.
+    Finished lines are printed for good and only the end of the last one is redrawn, so an answer
+    longer than the screen scrolls as it should. Words stay whole.
     """
 
     def __init__(self, console: Console) -> None:
@@ -164,13 +164,15 @@ class LiveView:
         self._count(tokens)
         *finished, self._line = (self._line + text).split("\n")
         for line in finished:
-            self._live.console.print(Text(line))
-        self._live.update(Group(Text(self._line), Text(self._status(), style="dim")))
+            self._live.console.print(Text(line), soft_wrap=False)
+        wrapped = Text(self._line).wrap(self._console, self._console.width)
+        visible = Text("\n").join(wrapped[-max(self._console.height - 3, 1) :])
+        self._live.update(Group(visible, Text(self._status(), style="dim")))
 
     def close(self) -> None:
         self._live.stop()
         if self._line:
-            self._console.print(Text(self._line))
+            self._console.print(Text(self._line), soft_wrap=False)
         self._line = ""
 
     def _count(self, tokens: int) -> None:

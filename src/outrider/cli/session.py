@@ -82,7 +82,11 @@ class Session:
     load: Loader = load_from_library
     out: Console = field(default_factory=lambda: Screen(soft_wrap=True, highlight=False))
     err: Console = field(
-        default_factory=lambda: Screen(stderr=True, soft_wrap=True, highlight=False)
+        default_factory=lambda: Screen(
+            stderr=True,
+            soft_wrap=not sys.stderr.isatty(),  # for people, words stay whole
+            highlight=False,
+        )
     )
     debug: bool = False
 
