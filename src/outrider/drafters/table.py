@@ -129,10 +129,24 @@ def build_drafter(spec: str, setting: Setting) -> Drafter:
     name, _, argument = spec.partition(":")
     builder = BUILDERS.get(name)
     if builder is None:
-        builder = next((p.load() for p in entry_points(group=ENTRY_POINTS, name=name)), None)
+        builder = _plugin(name)
     if builder is None:
         names = drafter_names()
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
         raise InvalidParameter(f"drafter {name!r} is unknown; {hint}")
     return builder(argument, setting)
+
+
+def _plugin(name: str) -> Builder | None:
+    """The builder of another package's drafter, if there is one of that name."""
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        try:
+            builder: Builder = point.load()
+        except Exception as fault:
+            raise InvalidParameter(
+                f"the plug-in for drafter {name!r} ({point.value}) cannot be imported: {fault}; "
+                "mend or uninstall its package"
+            ) from fault
+        return builder
+    return None
