@@ -35,7 +35,7 @@ from outrider.kernels.quantised import FloatWeight, Weight
 from outrider.models.cache import CacheShape, KVCache
 from outrider.models.config import ModelConfig
 from outrider.models.rope import Rope
-from outrider.models.target import Forward, Segment
+from outrider.models.target import Forward, Segment, check_segments, stage_all
 from outrider.models.weights import EMBEDDING, FINAL_NORM, HEAD, Progress
 
 Precision = str  # one of:
@@ -349,7 +349,7 @@ class NativeTransformer:
                 slot that is full or staged already; nothing is staged then.
         """
         self._check(segments, cache, features)
-        starts = _stage(segments, cache)
+        starts = stage_all(segments, cache)
         wanted = sorted(set(features))
         rows = sum(segment.rows for segment in segments)
         nodes = [len(segment.tree) if segment.tree else 0 for segment in segments]
@@ -446,8 +446,7 @@ class NativeTransformer:
         self, segments: Sequence[Segment], cache: KVCache, features: tuple[int, ...]
     ) -> None:
         """Everything that the library takes on trust."""
-        if not segments:
-            raise InvalidParameter("a pass needs at least one segment")
+        check_segments(self, segments, features)
         shape = (self.layers, cache.slots, self.config.kv_heads, self.config.head_dim)
         found = (*cache.keys.shape[:3], cache.keys.shape[4])
         if found != shape or cache.keys.dtype != torch.bfloat16:
@@ -458,35 +457,9 @@ class NativeTransformer:
         if len({segment.slot for segment in segments}) < len(segments):
             raise InvalidParameter("two segments of a pass share a slot")
         for segment in segments:
-            if not segment.rows:
-                raise InvalidParameter(f"the segment of slot {segment.slot} has no rows")
             if not 0 <= segment.slot < cache.slots:
                 raise InvalidParameter(f"slot {segment.slot} is not in a cache of {cache.slots}")
-            tokens = segment.tokens
-            if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-                bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
-                raise InvalidParameter(
-                    f"token {bad} is not in {self.name}'s vocabulary of {self.vocab_size}"
-                )
-        for index in features:
-            if not 0 <= index <= self.layers:
-                raise InvalidParameter(
-                    f"{self.name} has features 0 to {self.layers}; {index} was asked for"
-                )
 
 
 def _ints(values: Sequence[int]) -> object:
     return (c_int32 * len(values))(*values)
-
-
-def _stage(segments: Sequence[Segment], cache: KVCache) -> list[int]:
-    """Stage all segments or none; returns the first cache row of each. Changes the cache."""
-    starts: list[int] = []
-    try:
-        for segment in segments:
-            starts.append(cache.stage(segment.slot, segment.rows))
-    except InvalidParameter:
-        for segment, _ in zip(segments, starts, strict=False):
-            cache.keep(segment.slot, ())
-        raise
-    return starts

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.tree import DraftTree
+from outrider.errors import InvalidParameter
 from outrider.models.cache import CacheShape, KVCache
 
 
@@ -112,3 +113,40 @@ class Target(Protocol):
     ) -> Forward:
         """One pass. Stages every segment's rows in the cache; the caller keeps or drops them."""
         ...
+
+
+def check_segments(target: Target, segments: Sequence[Segment], features: tuple[int, ...]) -> None:
+    """What every target refuses before it computes anything.
+
+    Raises:
+        InvalidParameter: no segment, an empty one, or a token or feature that the model lacks.
+    """
+    if not segments:
+        raise InvalidParameter("a pass needs at least one segment")
+    for segment in segments:
+        if not segment.rows:
+            raise InvalidParameter(f"the segment of slot {segment.slot} has no rows")
+        tokens = segment.tokens
+        if min(tokens) < 0 or max(tokens) >= target.vocab_size:
+            bad = next(t for t in tokens if not 0 <= t < target.vocab_size)
+            raise InvalidParameter(
+                f"token {bad} is not in {target.name}'s vocabulary of {target.vocab_size}"
+            )
+    for index in features:
+        if not 0 <= index <= target.layers:
+            raise InvalidParameter(
+                f"{target.name} has features 0 to {target.layers}; {index} was asked for"
+            )
+
+
+def stage_all(segments: Sequence[Segment], cache: KVCache) -> list[int]:
+    """Stage all segments or none; returns the first cache row of each. Changes the cache."""
+    starts: list[int] = []
+    try:
+        for segment in segments:
+            starts.append(cache.stage(segment.slot, segment.rows))
+    except InvalidParameter:
+        for segment, _ in zip(segments, starts, strict=False):
+            cache.keep(segment.slot, ())
+        raise
+    return starts

@@ -26,7 +26,7 @@ from outrider.models.attention import KEY_BLOCK, Planner, SegmentPlan, attend_pr
 from outrider.models.cache import CacheShape, KVCache
 from outrider.models.config import LayerConfig, ModelConfig
 from outrider.models.rope import Rope
-from outrider.models.target import Forward, Segment
+from outrider.models.target import Forward, Segment, check_segments, stage_all
 from outrider.models.weights import LayerWeights, ModelWeights, build_weights, random_tensors
 
 Rotation = tuple[Tensor, Tensor]
@@ -208,8 +208,8 @@ class Transformer:
             InvalidParameter: a token or feature that the model does not have, an empty segment, a
                 slot that is full or staged already; nothing is staged then.
         """
-        self._check(segments, features)
-        starts = _stage(segments, cache)
+        check_segments(self, segments, features)
+        starts = stage_all(segments, cache)
         tokens = [token for segment in segments for token in segment.tokens]
         x_MD = self.embed(torch.tensor(tokens, device=self.device))
         step = self._plan(segments, cache, starts)
@@ -255,24 +255,6 @@ class Transformer:
         sizes = [len(segment.tree) if segment.tree else 0 for segment in segments]
         return list(torch.split(self.head(self.norm(x_MD)), sizes))
 
-    def _check(self, segments: Sequence[Segment], features: tuple[int, ...]) -> None:
-        for segment in segments:
-            if not segment.rows:
-                raise InvalidParameter(f"the segment of slot {segment.slot} has no rows")
-            tokens = segment.tokens
-            if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-                bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
-                raise InvalidParameter(
-                    f"token {bad} is not in {self.name}'s vocabulary of {self.vocab_size}"
-                )
-        if not segments:
-            raise InvalidParameter("a pass needs at least one segment")
-        for index in features:
-            if not 0 <= index <= self.layers:
-                raise InvalidParameter(
-                    f"{self.name} has features 0 to {self.layers}; {index} was asked for"
-                )
-
     def _plan(self, segments: Sequence[Segment], cache: KVCache, starts: Sequence[int]) -> Pass:
         plans: list[SegmentPlan] = []
         positions: list[int] = []
@@ -292,19 +274,6 @@ class Transformer:
             cos, sin = (t.to(self.device, self.dtype)[:, None] for t in rope.tables(length))
             table = self._tables[rope, length] = (cos, sin)
         return table
-
-
-def _stage(segments: Sequence[Segment], cache: KVCache) -> list[int]:
-    """Stage all segments or none; returns the first cache row of each. Changes the cache."""
-    starts: list[int] = []
-    try:
-        for segment in segments:
-            starts.append(cache.stage(segment.slot, segment.rows))
-    except InvalidParameter:
-        for segment, _ in zip(segments, starts, strict=False):
-            cache.keep(segment.slot, ())
-        raise
-    return starts
 
 
 def hash_config(config: ModelConfig) -> str:
