@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         options.threads,
         tuple(options.weights.split(",")),
         tuple(options.drafters.split(",")),
-        options.folder.resolve(),
+        (ROOT / options.folder).resolve(),
         context=-(-(longest + options.max_tokens + MARGIN) // 256) * 256,
     )
     manifest = run_manifest(
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prefill figure")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", default="", help="sides whose name holds one of these, by comma")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".peers")
+    parser.add_argument("--folder", type=Path, default=Path(".peers"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     default = ROOT / "benchmarks" / "scratch" / f"peers-{date.today().isoformat()}.json"
