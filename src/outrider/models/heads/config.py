@@ -7,7 +7,7 @@ are the checkpoint's, so EAGLE-3.1 is EAGLE-3 with two of them set. It knows not
 Tensors go by these names everywhere, whatever layout a file has (H the head's width, D the
 target's, F = len(features), V the target's vocabulary, W the head's):
 
-=========  ==========================================================================================
+=========  =========================================================================================
 eagle3     fc.weight [H, F·D]; with `fc_norm` fc_norm.{i}.weight [D]; with `norm_before_fc`
            input_norm.weight [F·D]; layers.0.{hidden_norm, input_layernorm,
            post_attention_layernorm}.weight [H]; layers.0.self_attn.{q, k, v}_proj.weight [.., 2H],
@@ -18,7 +18,7 @@ eagle      fc.weight [H, 2D], fc.bias [H]; layers.0.self_attn.{q, k, v, o}_proj.
            Its head is rows of the target's.
 medusa     blocks.{head}.layers.{layer}.weight [D, D] and .bias [D]; lm_heads.{head}.weight [W, D]
 all        d2t [W] int64 offsets (target id = draft id + d2t[draft id]), where W < V; t2d [V] bool
-=========  ==========================================================================================
+=========  =========================================================================================
 
 Sources: Medusa arXiv 2401.10774; EAGLE 2401.15077; EAGLE-3 2503.01840; EAGLE-3.1 2605.09992.
 """
