@@ -53,8 +53,14 @@ FORBIDDEN_WORDS = (
     r"bonus",
     r"recovered",
 )
-# The chat protocols call the model's own turn by this word; only the quoted role may be written.
-ROLE = re.compile(r"""["']assistant["']""")
+# Words of other people that must be written as they are: the chat protocols' name for the model's
+# own turn and a key of Medusa's config, both quoted; the name of a checkpoint format.
+FOREIGN = re.compile(
+    r"""["'](?:assistant|base_model_name_or_path)["']|\bSpeculators\b|\bspeculators_\w+"""
+    r"""|["'`]speculators["'`]|vllm-project/speculators"""
+)
+# Weights of other tools come as pickles; read as tensors alone, and here alone.
+PICKLES_HOME = "models/heads/files.py"
 
 PUBLIC = {
     "__version__",
@@ -172,7 +178,9 @@ def unsafe_code(sources: Sources) -> list[str]:
                 called = node.func
                 if isinstance(called, ast.Name) and called.id in {"eval", "exec"}:
                     faults.append(f"{path}:{line} calls {called.id}")
-                if isinstance(called, ast.Attribute) and ast.unparse(called) == "torch.load":
+                if ast.unparse(called) == "torch.load" and not (
+                    path == PICKLES_HOME and _weights_only(node)
+                ):
                     faults.append(f"{path}:{line} calls torch.load")
             if (
                 isinstance(node, ast.keyword)
@@ -188,6 +196,16 @@ def unsafe_code(sources: Sources) -> list[str]:
     return faults
 
 
+def _weights_only(call: ast.Call) -> bool:
+    """Does the call say so itself?"""
+    return any(
+        keyword.arg == "weights_only"
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value is True
+        for keyword in call.keywords
+    )
+
+
 def forbidden_words(sources: Sources) -> list[str]:
     """Second names for ideas that have one."""
     pattern = re.compile("|".join(FORBIDDEN_WORDS), re.IGNORECASE)
@@ -195,7 +213,7 @@ def forbidden_words(sources: Sources) -> list[str]:
         f"{path}:{number} says {found.group()!r}"
         for path, text in sources.items()
         for number, line in enumerate(text.splitlines(), start=1)
-        for found in pattern.finditer(ROLE.sub("", line))
+        for found in pattern.finditer(FOREIGN.sub("", line))
     ]
 
 
@@ -265,11 +283,16 @@ PLANTED = [
     (stray_sampling, "core/noise.py", "x.softmax(0)"),
     (unsafe_code, "models/new.py", "import pickle"),
     (unsafe_code, "models/new.py", "torch.load(path)"),
+    (unsafe_code, "models/new.py", "torch.load(path, weights_only=True)"),
+    (unsafe_code, PICKLES_HOME, "torch.load(path)"),
+    (unsafe_code, PICKLES_HOME, "torch.load(path, weights_only=flag)"),
     (unsafe_code, "models/new.py", "eval(text)"),
     (unsafe_code, "models/new.py", "AutoTokenizer.from_pretrained(p, trust_remote_code=flag)"),
     (forbidden_words, "engine/new.py", "# the bonus token"),
     (forbidden_words, "engine/new.py", "class Proposer: pass"),
     (forbidden_words, "engine/new.py", "assistant_model = None"),
+    (forbidden_words, "engine/new.py", "base_model_name_or_path = 1"),
+    (forbidden_words, "engine/new.py", "# two speculators"),
     (machine_details, "Makefile", "cp /" + "home/me/model.gguf ."),
     (machine_details, "docs/a.md", "see /" + "tmp/x"),
     (machine_details, "Makefile", "pip install --" + "index-url x"),
@@ -294,7 +317,9 @@ ALLOWED = [
     (stray_sampling, SAMPLING_HOME, "torch.softmax(x, dim=-1)"),
     (stray_sampling, "models/new.py", "weights = scores.softmax(-1)"),
     (unsafe_code, "models/new.py", "from_pretrained(p, trust_remote_code=False)"),
+    (unsafe_code, PICKLES_HOME, "torch.load(path, weights_only=True)"),
     (forbidden_words, "cli/new.py", 'message = {"role": "assistant"}'),
+    (forbidden_words, "models/new.py", 'raw["speculators_config"]  # of Speculators'),
     (machine_details, "docs/a.md", "see docs/tmp/x and https://example.com/home/x"),
 ]
 

@@ -17,6 +17,7 @@ import typer
 from outrider import __version__
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
+from outrider.cli.convert import convert
 from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
 from outrider.cli.generate import INTERRUPTED, generate
@@ -26,7 +27,7 @@ from outrider.errors import OutriderError
 
 UNFIT = 3
 
-VERBS = (demo, generate, chat, bench, models, doctor)
+VERBS = (demo, generate, chat, bench, convert, models, doctor)
 
 app = typer.Typer(
     help="Speculative decoding that does not change a single token.",

@@ -93,7 +93,8 @@ def to_int8(weight_NK: Tensor) -> Int8Weight:
         weight = weight_NK[rows].float()
         step = weight.abs().amax(1) / 127.0
         inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
-        q[rows] = weight.mul_(inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        # not in place: an fp32 weight is the caller's own
+        q[rows] = weight.mul(inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         scale[rows] = step
     return Int8Weight(q, scale)
 

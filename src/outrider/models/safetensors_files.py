@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFolder:
-    """The safetensors files of a folder.
+    """The safetensors files of a folder: those that its index names, or ``files``.
 
     Attributes:
         folder: where they are.
@@ -51,9 +51,9 @@ class TensorFolder:
         ModelError: no safetensors, a shard is missing, or a file is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, files: Sequence[Path] | None = None) -> None:
         self.folder = folder
-        self.files = _weight_files(folder)
+        self.files = _weight_files(folder) if files is None else list(files)
         self._homes: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in self.files:

@@ -62,7 +62,7 @@ class Tokenizer:
         ends = set()
         if self._inner.eos_token_id is not None:
             ends.add(int(self._inner.eos_token_id))
-        template = self._template
+        template = self.template
         ends |= {
             self._vocabulary[turn]
             for turn in TURN_ENDS
@@ -71,7 +71,8 @@ class Tokenizer:
         return frozenset(ends)
 
     @property
-    def _template(self) -> str:
+    def template(self) -> str:
+        """The chat template as text; that of several ones as JSON."""
         template: Any = self._inner.chat_template
         return template if isinstance(template, str) else json.dumps(template or "")
 
@@ -123,7 +124,7 @@ class Tokenizer:
         backend: Any = self._inner.backend_tokenizer
         digest.update(backend.to_str().encode())
         digest.update(json.dumps(self._inner.special_tokens_map, sort_keys=True).encode())
-        digest.update(self._template.encode())
+        digest.update(self.template.encode())
         digest.update(json.dumps(sorted(self.end_tokens)).encode())
         return digest.hexdigest()
 
