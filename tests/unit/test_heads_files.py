@@ -372,7 +372,7 @@ CONFIG_FAULTS = [
     ({"draft_vocab_size": 21}, "'lm_head.weight' has shape"),
     ({"draft_vocab_size": V + 1}, "draft_vocab_size"),
     ({"target_hidden_size": 5}, "target_hidden_size"),
-    ({"transformer_layer_config": ...}, "transformer_layer_config is missing"),
+    ({"transformer_layer_config": ...}, "transformer_layer_config."),
     ({"transformer_layer_config__model_type": "qwen3"}, "config.model_type is 'qwen3'"),
     ({"transformer_layer_config__attention_bias": True}, "attention_bias"),
     ({"transformer_layer_config__hidden_act": "gelu"}, "hidden_act"),
@@ -389,6 +389,11 @@ CONFIG_FAULTS = [
     ({"outrider__storage": "int3"}, "outrider.storage is 'int3'"),
     ({"outrider__storage": "int8"}, "is plain, the others' storage is int8"),
     ({"outrider__target__layers": ...}, "outrider.target.layers is missing"),
+    ({"transformer_layer_config__vocab_size": 10**30}, "config.vocab_size is 1000"),
+    ({"outrider__target__name": "a\nb"}, "outrider.target.name is 'a\\nb'"),
+    ({"norm_output": ...}, "norm_output is missing; it must be given in a native head"),
+    ({"transformer_layer_config__rope_theta": ...}, "config.rope_theta is missing"),
+    ({"outrider__sinks": ...}, "outrider.sinks is missing"),
     ({"outrider__token_residual": True}, "'token_residual.weight' is missing"),
 ]
 
@@ -404,10 +409,32 @@ def test_a_config_that_cannot_be_right_is_refused(eagle3, changes, message):
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (MEDUSA, {"medusa_fc_bias": False}, "medusa_fc_bias is False; it must be true"),
+        (MEDUSA, {"num_heads": 2}, "'blocks.2.layers.0.bias' is unexpected (kind medusa)"),
+        (MEDUSA, {"num_heads": 10**6}, "num_heads is 1000000"),
+        (MEDUSA, {"truncated_vocab_size": 20}, "'lm_heads.0.weight' has shape"),
+        (MEDUSA, {"original_lm_head": True}, "original_lm_head is True"),
+        (SMALL_MEDUSA, {"outrider__features": [7]}, "hidden states [7]"),
+        (EAGLE1, {"bias": False}, "bias is False; it must be true"),
+        (EAGLE1, {"hidden_size": 4}, "outrider.target.width is 8; it must be 4"),
+        (EAGLE1, {"vocab_size": 51}, "outrider.target.vocab_size is 50; it must be 51"),
+    ],
+)
+def test_other_kinds_are_checked_as_well(tmp_path, config, changes, message):
+    write_head(head(config), tmp_path / "h")
+    edit(tmp_path / "h", **changes)
+    with pytest.raises(ModelError) as told:
+        read_head(tmp_path / "h")
+    assert message in str(told.value)
+
+
 TENSOR_FAULTS = [
     ({"norm.weight": None}, "'norm.weight' is missing"),
     ({"fc.weight": None}, "'fc.weight' is missing"),
-    ({"mask_hidden": torch.zeros(1)}, "'mask_hidden' is unexpected in an eagle3 head"),
+    ({"mask_hidden": torch.zeros(1)}, "'mask_hidden' is unexpected (kind eagle3)"),
     ({"norm.weight": torch.zeros(D + 1)}, "'norm.weight' has shape [9], config.json asks for [8]"),
     ({"norm.weight": torch.zeros(D, dtype=torch.int32)}, "'norm.weight' is torch.int32"),
     ({"norm.weight": torch.full((D,), torch.nan)}, "'norm.weight' holds NaN"),

@@ -232,14 +232,15 @@ def _dense(tensors: Tensors, source: str) -> Tensors:
     for name, tensor in tensors.items():
         if name.endswith(".int8"):
             plain = name.removesuffix(".int8")
-            scale = tensors.get(f"{plain}.scale")
+            beside = f"{plain}.scale"
+            scale = tensors.get(beside)
             if scale is None:
-                raise ModelError(f"{source}: tensor '{plain}.scale' is missing beside {name!r}")
+                raise ModelError(f"{source}: tensor {beside!r} is missing beside {name!r}")
             if tensor.dtype != torch.int8 or tensor.ndim != 2:
                 raise ModelError(f"{source}: tensor {name!r} is no int8 matrix")
             if scale.dtype != torch.float32 or scale.shape != tensor.shape[:1]:
                 raise ModelError(
-                    f"{source}: tensor '{plain}.scale' must be fp32 [{len(tensor)}], "
+                    f"{source}: tensor {beside!r} must be fp32 [{len(tensor)}], "
                     f"it is {scale.dtype} {list(scale.shape)}"
                 )
             found[plain] = dense(Int8Weight(tensor, scale))
@@ -261,8 +262,8 @@ def _checked(config: HeadConfig, tensors: Tensors, source: str) -> Tensors:
     """
     if config.kind != "eagle3" and config.width != config.target.width:
         raise ModelError(
-            f"{source}: an {config.kind} head is as wide as its target; it has hidden_size "
-            f"{config.width}, the target {config.target.width}"
+            f"{source}: hidden_size is {config.width}; a head of kind {config.kind} is as wide as "
+            f"its target, {config.target.width}"
         )
     tensors = dict(tensors)
     maps: Tensors = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
@@ -271,7 +272,7 @@ def _checked(config: HeadConfig, tensors: Tensors, source: str) -> Tensors:
         if name not in tensors:
             raise ModelError(f"{source}: tensor {name!r} is missing")
         if name not in shapes:
-            raise ModelError(f"{source}: tensor {name!r} is unexpected in an {config.kind} head")
+            raise ModelError(f"{source}: tensor {name!r} is unexpected (kind {config.kind})")
         _check_weight(name, tensors[name], shapes[name], source)
     return {name: tensors[name] for name in shapes} | _vocabulary(config, maps, source)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from outrider.errors import ModelError
 
+MOST = 10**8  # no size of a model is larger; a damaged one would take all memory
+
 
 class Keys:
     """The values of a JSON object, each of the type that is asked for.
@@ -28,8 +30,8 @@ class Keys:
 
     def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.wrong(key, f"a whole number from {least} on")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+            raise self.wrong(key, f"a whole number, {least} to {MOST}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -48,8 +50,8 @@ class Keys:
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
+        if not isinstance(value, str) or not value.isprintable():
+            raise self.wrong(key, "a string of one line")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -86,6 +88,12 @@ class Keys:
         plain = value is None or isinstance(value, (bool, int, float, str))
         if not plain or (value is not None and value not in allowed):
             raise ModelError(f"{self.source}: {self._prefix}{key} is {short(value)}; {why}")
+
+    def must_state(self, names: Collection[str]) -> None:
+        """Refuse defaults for these keys."""
+        for name in names:
+            if not self.has(name):
+                raise self.wrong(name, "given in a native head")
 
     def wrong(self, key: str, wanted: str) -> ModelError:
         where = f"{self.source}: {self._prefix}{key}"

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.models.heads.config import HeadConfig, Kind, TargetFacts
-from outrider.models.heads.keys import Keys
+from outrider.models.heads.keys import Keys, short
 
 Layout = Literal["native", "speculators", "specforge", "eagle3", "eagle", "vllm-medusa", "medusa"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -57,6 +57,23 @@ KIND: dict[Layout, Kind] = {
     "vllm-medusa": "medusa",
     "medusa": "medusa",
 }
+
+# Where another tool's file may leave a key out and mean a default, a native one may not: a flag
+# that got lost would change the head without an error.
+_STATED: dict[Kind, tuple[str, ...]] = {
+    "eagle3": (
+        LAYER_IDS,
+        "target_hidden_size",
+        "draft_vocab_size",
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+    ),
+    "eagle": (),
+    "medusa": ("truncated_vocab_size",),
+}
+_STATED_LAYER = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
 
 Tensors = dict[str, Tensor]
 
@@ -103,7 +120,7 @@ def detect(raw: Mapping[str, Any], names: Collection[str], source: str) -> Layou
         return "eagle"
     raise ModelError(
         f"{source}: this is no draft head of a known layout ({', '.join(LAYOUTS)}); "
-        f"its tensors begin with {', '.join(sorted(names)[:3]) or 'nothing'}"
+        f"its tensors begin with {short(sorted(names)[:3])}"
     )
 
 
@@ -161,20 +178,31 @@ def _native(keys: Keys, tensors: Tensors, layer_ids: LayerIds) -> Parsed:
     if ours.integer("format") != FORMAT:
         raise ours.wrong("format", f"{FORMAT}; a newer Outrider may have written it")
     kind = ours.text("kind")
-    base = next((layout for name, layout in BASE.items() if name == kind), None)
-    if base is None:
+    known = next((name for name in BASE if name == kind), None)
+    if known is None:
         raise ours.wrong("kind", f"one of {', '.join(BASE)}")
+    keys.must_state(_STATED[known])
+    if known != "medusa":
+        nested = known == "eagle3"
+        layer = keys.section("transformer_layer_config") if nested else keys
+        layer.must_state(_STATED_LAYER)
     facts = _facts(ours.section("target"))
-    parsed = parse(base, keys.raw, tensors, source=keys.source, target=facts, layer_ids=layer_ids)
+    parsed = parse(
+        BASE[known], keys.raw, tensors, source=keys.source, target=facts, layer_ids=layer_ids
+    )
+    for key in ("width", "vocab_size"):
+        said = vars(parsed.config.target)[key]
+        if vars(facts)[key] != said:
+            raise ours.section("target").wrong(key, f"{said}, as the rest of config.json has it")
     config = replace(
         parsed.config,
         target=facts,
-        features=ours.integers("features") if ours.has("features") else parsed.config.features,
-        context_length=ours.integer("context_length", parsed.config.context_length, least=1),
-        depth=ours.integer("depth", parsed.config.depth, least=1),
-        token_residual=ours.flag("token_residual", False),
-        window=ours.integer("window", 0),
-        sinks=ours.integer("sinks", 0),
+        features=parsed.config.features if known == "eagle3" else ours.integers("features"),
+        context_length=ours.integer("context_length", least=1),
+        depth=ours.integer("depth", least=1),
+        token_residual=ours.flag("token_residual"),
+        window=ours.integer("window"),
+        sinks=ours.integer("sinks"),
     )
     return replace(parsed, config=config)
 
@@ -342,6 +370,8 @@ def _eagle(keys: Keys, tensors: Tensors, facts: TargetFacts) -> Parsed:
     facts = replace(facts, width=width, vocab_size=keys.integer("vocab_size", least=1))
     notes = []
     fc = tensors.get("fc.weight")
+    if keys.has("bias") and keys.flag("bias") != ("fc.bias" in tensors):
+        raise keys.wrong("bias", f"{str('fc.bias' in tensors).lower()}, as the tensors have it")
     if fc is not None and fc.ndim and "fc.bias" not in tensors:
         tensors["fc.bias"] = torch.zeros(fc.shape[0], dtype=fc.dtype)
         notes.append("fc has no bias; zeros stand for it")
@@ -382,6 +412,9 @@ def _medusa_vllm(keys: Keys, tensors: Tensors, facts: TargetFacts) -> Parsed:
                 f"it must be a list of int64"
             )
         tensors["d2t"] = token_map.long() - torch.arange(len(token_map))
+    biased = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
+    if keys.flag("medusa_fc_bias", False) != biased:
+        raise keys.wrong("medusa_fc_bias", f"{str(biased).lower()}, as the tensors have it")
     return Parsed(config, _with_biases(tensors), None, ())
 
 
