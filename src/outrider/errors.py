@@ -41,3 +41,9 @@ class OutOfMemory(OutriderError, MemoryError):
     """The memory plan does not fit; refused before anything is allocated."""
 
     exit_code = 3
+
+
+class Overloaded(OutriderError):
+    """No room for another request now; the same request may succeed later."""
+
+    exit_code = 3

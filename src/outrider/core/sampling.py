@@ -6,8 +6,9 @@ on that row alone, never on its neighbours in a batch. An architecture test keep
 and multinomial over the vocabulary inside this file.
 
 Order of the transforms: logits in float32 (float64 stays), logit bias, penalties along the path,
-forbidden tokens (bad words, ends before `min_tokens`), temperature, top-k, top-p, min-p, softmax.
-Ties at a truncation's edge are kept, so a result never depends on a sort's stability.
+forbidden tokens (bad words, ends before `min_tokens`, what the grammar does not allow),
+temperature, top-k, top-p, min-p, softmax. Ties at a truncation's edge are kept, so a result never
+depends on a sort's stability.
 
 The arithmetic is NumPy's on the host: one row is too small to share among threads (waking them
 costs more than the work), and a sum split over threads would depend on how many there are.
@@ -25,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outrider.core.grammar import Grammar
 from outrider.core.noise import MAX_SEED, Noise, Purpose, Stream
 from outrider.errors import InvalidParameter, NonFiniteLogits
 
@@ -144,14 +146,15 @@ class SamplingParams:
 class History:
     """What the sampler needs to know of a request's past, at one node of a tree.
 
-    `path` holds the guesses between the last committed token and the node, so penalties and
-    forbidden tokens inside a tree see exactly what plain decoding would have seen.
+    `path` holds the guesses between the last committed token and the node, so penalties, the
+    grammar and forbidden tokens inside a tree see exactly what plain decoding would have seen.
     """
 
     prompt: Sequence[int]
     output: Sequence[int]
     ends: frozenset[int] = frozenset()
     path: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     def along(self, path: tuple[int, ...]) -> History:
         """The same past, further down: with ``path`` guessed after the committed tokens."""
@@ -215,7 +218,8 @@ def _adjusted(logits_V: Tensor, params: SamplingParams, history: History) -> tup
         params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
     )
     forbidden = _forbidden(params, history)
-    if penalised or forbidden or params.logit_bias:
+    grammar = history.grammar
+    if penalised or forbidden or params.logit_bias or grammar is not None:
         adjusted = adjusted.copy()
         for token, bias in params.logit_bias.items():
             adjusted[token] += bias
@@ -223,13 +227,15 @@ def _adjusted(logits_V: Tensor, params: SamplingParams, history: History) -> tup
             _penalise(adjusted, params, history)
         for token in forbidden:
             adjusted[token] = -math.inf
+        if grammar is not None:
+            adjusted[~grammar.allowed(history.path)] = -math.inf
     top = int(adjusted.argmax())  # NaN counts as the largest
     peak = float(adjusted[top])
     if not math.isfinite(peak):
         what = "no token is allowed" if peak == -math.inf else f"the largest logit is {peak}"
         raise NonFiniteLogits(
             f"{what} at output token {history.output_length()}; "
-            "check the model's weights and dtype, or the request's bias and bad words"
+            "check the model's weights and dtype, or the request's bias, bad words and grammar"
         )
     return adjusted, top
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from outrider.core.grammar import Grammar
 from outrider.core.noise import Purpose
 from outrider.core.tree import DraftTree
 from outrider.drafters.base import Commit, Drafter, NodeBudget
@@ -25,6 +26,7 @@ NO_DRAFTER = "no drafter"
 NO_GUESS = "the drafter had no guess"
 NOT_WORTH_IT = "guessing would not pay"
 AT_THE_END = "the output ends with the next token"
+UNGRAMMATICAL = "the grammar forbids every guess"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ def check_tree(tree: DraftTree, *, root: int, budget: NodeBudget, vocab_size: in
         raise InvalidTree(f"a guess lies outside the vocabulary of {vocab_size}")
 
 
+def grammatical(tree: DraftTree, grammar: Grammar) -> DraftTree:
+    """The tree without the guesses that the grammar forbids; they could never be accepted.
+
+    A tree with `q` stays whole: a drawn node is never removed because of its value.
+    """
+    if tree.q or len(tree) == 1:
+        return tree
+    fitting: set[int] = set()
+    for leaf in (node for node in range(1, len(tree)) if not tree.children(node)):
+        fitting.update(tree.path(leaf)[: grammar.fits(tree.path_tokens(leaf))])
+    return tree if len(fitting) == len(tree) - 1 else tree.keep(sorted(fitting))
+
+
 class Drafting:
     """Runs the drafters of an engine."""
 
@@ -73,7 +88,8 @@ class Drafting:
     def guess(self, sequences: SequenceOf[Sequence], *, other_rows: int) -> list[Guess]:
         """One guess per sequence, cut to what pays."""
         subjects = [_subject(s) for s in sequences]
-        limits = self._budget.limits(subjects, other_rows=other_rows)
+        budgets = self._budget.limits(subjects, other_rows=other_rows)
+        limits = [_within(b, s.most) for b, s in zip(budgets, sequences, strict=True)]
         begin = time.perf_counter()
         offered: dict[int, DraftTree] = {s.id: DraftTree.root_only(s.tokens[-1]) for s in sequences}
         allowed = [
@@ -83,11 +99,12 @@ class Drafting:
         ]
         for name in dict.fromkeys(s.drafter for s, _ in allowed):
             offered.update(self._ask(name, [pair for pair in allowed if pair[0].drafter == name]))
+        forbidden = self._obey_grammars([s for s, _ in allowed], offered)
         trees = [offered[s.id] for s in sequences]
         spent = (time.perf_counter() - begin) * 1000
         cut = self._budget.cut(subjects, trees, other_rows=other_rows, draft_ms=spent)
         return [
-            Guess(tree, offer, "" if len(tree) > 1 else self._reason(sequence, limit, offer))
+            Guess(tree, offer, self._reason(sequence, limit, offer, tree, forbidden))
             for sequence, limit, offer, tree in zip(sequences, limits, trees, cut, strict=True)
         ]
 
@@ -134,6 +151,27 @@ class Drafting:
         self._budget.spent(name, (time.perf_counter() - begin) * 1000, depth)
         return {view.id: tree for view, tree in zip(views, trees, strict=True)}
 
+    def _obey_grammars(
+        self, sequences: SequenceOf[Sequence], offered: dict[int, DraftTree]
+    ) -> set[int]:
+        """Cut what grammars forbid; returns the sequences that lost every guess.
+
+        A grammar that fails here fails again at the verdict, where it ends its own request.
+        """
+        lost = set()
+        for sequence in sequences:
+            tree = offered[sequence.id]
+            if sequence.grammar is None or len(tree) == 1:
+                continue
+            try:
+                offered[sequence.id] = grammatical(tree, sequence.grammar)
+            except Exception as fault:
+                log.warning("request %d: its grammar failed: %s", sequence.id, fault)
+                continue
+            if len(offered[sequence.id]) == 1:
+                lost.add(sequence.id)
+        return lost
+
     def _disable(self, name: str, sequences: SequenceOf[int], fault: Exception) -> None:
         log.warning(
             "drafter %s failed, %d sequences go on without it: %s", name, len(sequences), fault
@@ -141,7 +179,19 @@ class Drafting:
         for sequence in sequences:
             self._faults[sequence] = f"drafter fault: {fault}"
 
-    def _reason(self, sequence: Sequence, limit: NodeBudget, offer: DraftTree) -> str:
+    def _reason(
+        self,
+        sequence: Sequence,
+        limit: NodeBudget,
+        offer: DraftTree,
+        tree: DraftTree,
+        forbidden: set[int],
+    ) -> str:
+        """Why ``tree`` holds no guess; empty where it holds one."""
+        if len(tree) > 1:
+            return ""
+        if sequence.id in forbidden:
+            return UNGRAMMATICAL
         if sequence.id in self._faults:
             return self._faults[sequence.id]
         if sequence.drafter == "none":
@@ -151,6 +201,13 @@ class Drafting:
         if limit.depth == 0 or len(offer) > 1:
             return NOT_WORTH_IT
         return NO_GUESS
+
+
+def _within(budget: NodeBudget, most: NodeBudget | None) -> NodeBudget:
+    """The budget, held to what the request's profile allows."""
+    if most is None:
+        return budget
+    return NodeBudget(min(budget.nodes, most.nodes), min(budget.depth, most.depth))
 
 
 def _subject(sequence: Sequence) -> Subject:

@@ -9,8 +9,9 @@ The engine is synchronous and owns no thread; the caller drives it with `step`.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -21,23 +22,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.core.grammar import Grammar
 from outrider.core.noise import Purpose
 from outrider.core.sampling import SamplingParams, distribution, logprobs
 from outrider.core.tree import DraftTree
 from outrider.core.verify import RULES, Verdict
-from outrider.drafters.base import Commit, Drafter
+from outrider.drafters.base import Commit, Drafter, NodeBudget
 from outrider.drafters.none import NoneDrafter
+from outrider.engine.admission import WaitingLine
 from outrider.engine.budget import Budget, CostBudget
 from outrider.engine.costs import cached_costs
 from outrider.engine.drafting import Drafting, Guess
 from outrider.engine.memory import MemoryPlan, available_memory
 from outrider.engine.scheduler import Waiting, schedule
-from outrider.engine.sequence import Completion, Decoder, Sequence, Update
+from outrider.engine.sequence import Completion, Decoder, FinishReason, Sequence, Update
 from outrider.engine.slots import SlotPool
-from outrider.errors import InvalidParameter, NonFiniteLogits
+from outrider.errors import InvalidParameter, OutriderError
 from outrider.models.paths import cache_folder
-from outrider.models.target import Forward, Segment, Target
+from outrider.models.target import Segment, Target
 from outrider.records.step import StepRecord
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class EngineConfig:
         slots: sequences that run at once.
         context: positions per sequence, prompt and output together; `None` takes the model's.
         prefill_chunk: committed tokens that one step may bring into the cache.
+        busy_chunk: the same while others are decoding, so that their streams do not stall; `None`
+            for no difference.
+        queue: requests that may wait for a slot; `None` for no bound.
+        patience_s: seconds after which a waiting request is sent away; `None` for never.
         rule: walk, reject or block.
         reuse_prefix: keep a finished request's cache rows for a prompt that starts the same.
         max_nodes, max_depth: never guess more than this per sequence and step.
@@ -56,6 +65,9 @@ class EngineConfig:
     slots: int = 1
     context: int | None = None
     prefill_chunk: int = 256
+    busy_chunk: int | None = None
+    queue: int | None = None
+    patience_s: float | None = None
     rule: str = "walk"
     reuse_prefix: bool = True
     max_nodes: int = 31
@@ -68,6 +80,10 @@ class EngineConfig:
         for name in ("max_nodes", "max_depth"):
             if getattr(self, name) < 0:
                 raise InvalidParameter(f"{name} is {getattr(self, name)}; use 0 or more")
+        for name in ("busy_chunk", "queue", "patience_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InvalidParameter(f"{name} is {value}; use a number above 0, or leave it out")
         if self.rule not in RULES:
             raise InvalidParameter(f"rule is {self.rule!r}; use one of {', '.join(RULES)}")
         if self.context is not None and self.context < 2:
@@ -89,6 +105,14 @@ class _Work:
     running: _Running
     segment: Segment
     guess: Guess | None  # None: a prefill chunk
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the target gave one sequence: see `Forward`."""
+
+    logits: Tensor
+    features: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -114,6 +138,23 @@ class _Times:
             "verify_ms": self.verify * 1000,
             "host_ms": host * 1000,
         }
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy an engine is.
+
+    Attributes:
+        running, waiting: requests in the batch and in the queue.
+        slots: requests that may run at once.
+        rows, capacity: cache rows that running requests hold, and all there are.
+    """
+
+    running: int
+    waiting: int
+    slots: int
+    rows: int
+    capacity: int
 
 
 class Engine:
@@ -161,10 +202,10 @@ class Engine:
         self._rule = RULES[self.config.rule]
         self._ids = count()
         self._steps = count()
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingLine(limit=self.config.queue, patience_s=self.config.patience_s)
         self._running: dict[int, _Running] = {}
         self._finished: dict[int, Completion] = {}
-        self._late_updates: list[Update] = []
+        self._updates: list[Update] = []
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -175,14 +216,29 @@ class Engine:
         *,
         drafter: str = "none",
         tenant: str = "",
+        grammar: Grammar | None = None,
+        most: NodeBudget | None = None,
+        tokenizer: Decoder | None = None,
     ) -> int:
         """Queue a request; returns its id.
+
+        Args:
+            prompt: its tokens.
+            params: how to sample and when to end.
+            drafter: who guesses.
+            tenant: whose it is; cached rows and drafters' stores are never shared across tenants.
+            grammar: what its output must follow, in its first state; belongs to this request alone.
+            most: never guess more than this for it.
+            tokenizer: turns its tokens into text; `None` takes the engine's.
 
         Raises:
             InvalidParameter: the prompt is empty, too long or not of this vocabulary, the output
                 cannot fit, or the drafter is unknown.
+            Overloaded: too many requests wait already.
         """
         self._check(prompt, params, drafter)
+        if grammar is not None and params.ignore_eos:
+            raise InvalidParameter("ignore_eos with a grammar; the grammar ends the output")
         request = next(self._ids)
         sequence = Sequence(
             request,
@@ -191,27 +247,53 @@ class Engine:
             drafter=drafter,
             end_tokens=self.target.end_tokens,
             context=self.context,
-            tokenizer=self._tokenizer,
+            tokenizer=tokenizer or self._tokenizer,
             tenant=tenant,
+            grammar=grammar,
+            most=most,
         )
-        self._waiting.append(sequence)
+        self._waiting.push(sequence)
         return request
 
     def cancel(self, request: int) -> None:
         """End one request now; its last update comes with the next step. Others are untouched."""
-        waiting = next((s for s in self._waiting if s.id == request), None)
+        waiting = self._waiting.remove(request)
         if waiting is not None:
-            self._waiting.remove(waiting)
-            self._late_updates.append(waiting.end("cancelled"))
-            self._finished[request] = waiting.completion()
+            self._end_waiting(waiting, "cancelled")
         elif request in self._running:
             running = self._running[request]
-            self._late_updates.append(running.sequence.end("cancelled"))
+            self._updates.append(running.sequence.end("cancelled"))
             self._release(running)
+
+    def abandon(self, error: str) -> list[Update]:
+        """End every running request with an error and forget all cached rows.
+
+        For whoever drives the engine, after `step` has raised: what ran is lost, those who wait go
+        on as if nothing had happened. Returns the updates that have not been handed out.
+        """
+        for slot in range(self._cache.slots):
+            self._cache.keep(slot, ())
+        for running in list(self._running.values()):
+            self._updates.append(running.sequence.end("error", error))
+            self._release(running)
+        self._pool.forget_rows()
+        updates, self._updates = self._updates, []
+        return updates
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        return Load(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            slots=self.config.slots,
+            rows=sum(self._cache.lengths[r.slot] for r in self._running.values()),
+            capacity=self.config.slots * self.context,
+        )
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._late_updates)
+        return bool(self._waiting or self._running or self._updates)
 
     def take(self, request: int) -> Completion:
         """The result of a finished request; it is handed out once.
@@ -257,38 +339,44 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """Run one target pass for all sequences that can use it; returns what it brought."""
-        updates, self._late_updates = self._late_updates, []
         times = _Times()
         self._admit()
         work = self._plan_work(times)
-        if not work:
-            return updates
+        if work:
+            self._run(work, times)
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _run(self, work: list[_Work], times: _Times) -> None:
+        """The pass and everything that follows from it."""
         layers = self._layers(work)
         begin = time.perf_counter()
-        forward = self._forward([w.segment for w in work], layers)
+        passed = self._passes(work, layers)
         times.verify = time.perf_counter() - begin
         number = next(self._steps)
-        settled = []
-        for index, item in enumerate(work):
-            features = None if forward.features is None else forward.features[index]
-            settled.append(self._settle(item, forward.logits[index], features, layers))
+        settled = [
+            self._settle(item, rows, layers) for item, rows in zip(work, passed, strict=True)
+        ]
         self._cache.check_integrity()
-        rows, spent = sum(w.segment.rows for w in work), times.milliseconds()
-        self.budget.passed(rows, verify_ms=spent["verify_ms"], host_ms=spent["host_ms"])
-        facts = {"step": number, "rows": rows, "sequences": len(work), **spent}
+        total, spent = sum(w.segment.rows for w in work), times.milliseconds()
+        self.budget.passed(total, verify_ms=spent["verify_ms"], host_ms=spent["host_ms"])
+        facts = {"step": number, "rows": total, "sequences": len(work), **spent}
         for item, result in zip(work, settled, strict=True):
             sequence = item.running.sequence
             sequence.steps.append(self._record(item, result, facts))
             if result.update is not None:
-                updates.append(result.update)
+                self._updates.append(result.update)
             if sequence.finished:
                 self._release(item.running)
-        return updates
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences, first come first."""
+        """Give free slots to waiting sequences; send those away that have waited too long."""
+        for sequence in self._waiting.expired(time.perf_counter()):
+            waited = f"no slot became free within {self.config.patience_s:g} s; try again later"
+            self._end_waiting(sequence, "expired", waited)
         while self._waiting and len(self._pool):
-            sequence = self._waiting.popleft()
+            tenants = Counter(r.sequence.tenant for r in self._running.values())
+            sequence = self._waiting.pop(tenants)
             sequence.clock.started = time.perf_counter()
             # A drafter that needs features must see every prompt row, so nothing is reused.
             reuse = not self.drafters[sequence.drafter].needs.layers
@@ -300,7 +388,7 @@ class Engine:
     def _plan_work(self, times: _Times) -> list[_Work]:
         """Schedule, draft, and lay out the pass: prefill chunks and trees."""
         waiting = [Waiting(id, self._uncached(r)) for id, r in self._running.items()]
-        plan = schedule(waiting, chunk=self.config.prefill_chunk)
+        plan = schedule(waiting, chunk=self.config.prefill_chunk, busy_chunk=self.config.busy_chunk)
         decoding = [self._running[id] for id in plan.decode]
         prefixes = [self._next_tokens(r, self._uncached(r) - 1) for r in decoding]
         other_rows = sum(map(len, prefixes)) + sum(plan.prefill.values())
@@ -317,35 +405,70 @@ class Engine:
             work.append(_Work(running, chunk, None))
         return work
 
-    def _forward(self, segments: list[Segment], layers: tuple[int, ...]) -> Forward:
+    def _passes(self, work: list[_Work], layers: tuple[int, ...]) -> list[_Rows | Exception]:
+        """What the target gives each sequence.
+
+        Where the common pass fails, every sequence gets one of its own, so that only those at
+        fault are lost.
+
+        Raises:
+            Exception: the target's, where no sequence gets through.
+        """
+        segments = [item.segment for item in work]
+        try:
+            return [*self._forward(segments, layers)]
+        except Exception as fault:
+            if len(work) == 1:
+                raise
+            log.exception("a pass of %d sequences failed; each gets its own", len(work))
+            passed: list[_Rows | Exception] = []
+            for segment in segments:
+                try:
+                    passed += self._forward([segment], layers)
+                except Exception as own:
+                    passed.append(own)
+            if all(isinstance(rows, Exception) for rows in passed):
+                for segment in segments:
+                    self._cache.keep(segment.slot, ())
+                raise fault
+            return passed
+
+    def _forward(self, segments: list[Segment], layers: tuple[int, ...]) -> list[_Rows]:
         """The target's pass; leaves the cache as it was where the pass fails."""
         try:
-            return self.target.forward(segments, self._cache, features=layers)
+            forward = self.target.forward(segments, self._cache, features=layers)
         except BaseException:
             for segment in segments:
                 self._cache.keep(segment.slot, ())
             raise
+        features = forward.features
+        return [
+            _Rows(logits, None if features is None else features[index])
+            for index, logits in enumerate(forward.logits)
+        ]
 
-    def _settle(
-        self,
-        item: _Work,
-        logits_NV: Tensor,
-        features: Tensor | None,
-        layers: tuple[int, ...],
-    ) -> _Settled:
-        """Verdict, commit, cache and observation for one sequence of the step."""
+    def _settle(self, item: _Work, passed: _Rows | Exception, layers: tuple[int, ...]) -> _Settled:
+        """Verdict, commit, cache and observation for one sequence; its faults end it alone."""
+        try:
+            if isinstance(passed, Exception):
+                raise passed
+            return self._conclude(item, passed, layers)
+        except Exception as fault:
+            sequence, slot = item.running.sequence, item.running.slot
+            log.warning("request %d ends by a fault: %r", sequence.id, fault)
+            if self._cache.staged[slot]:
+                self._cache.keep(slot, ())
+            return _Settled(sequence.end("error", _explain(fault)))
+
+    def _conclude(self, item: _Work, rows: _Rows, layers: tuple[int, ...]) -> _Settled:
         running, sequence = item.running, item.running.sequence
         first_row = self._cache.lengths[running.slot]
         prefix_rows = len(item.segment.prefix)
         kept_rows = list(range(prefix_rows))
         result = _Settled()
         if item.guess is not None:
-            try:
-                verdict = self._verdict(sequence, item.guess.tree, logits_NV)
-            except NonFiniteLogits as fault:
-                self._cache.keep(running.slot, kept_rows)
-                return _Settled(sequence.end("error", str(fault)))
-            update = self._commit(sequence, item.guess.tree, verdict, logits_NV)
+            verdict = self._verdict(sequence, item.guess.tree, rows.logits)
+            update = self._commit(sequence, item.guess.tree, verdict, rows.logits)
             # Law 5: the cache holds all committed tokens but the last.
             path = verdict.path[: len(update.tokens) - 1]
             kept_rows += [prefix_rows, *(prefix_rows + node for node in path)]
@@ -353,7 +476,7 @@ class Engine:
             self._drafting.learn(sequence, item.guess, update.tokens)
         self._cache.keep(running.slot, kept_rows)
         tokens = result.update.tokens if result.update else ()
-        self._observe(sequence, tokens, features, layers, kept_rows, first_row)
+        self._observe(sequence, tokens, rows.features, layers, kept_rows, first_row)
         return result
 
     def _verdict(self, sequence: Sequence, tree: DraftTree, logits_NV: Tensor) -> Verdict:
@@ -431,6 +554,12 @@ class Engine:
         names = {item.running.sequence.drafter for item in work}
         return tuple(sorted({layer for n in names for layer in self.drafters[n].needs.layers}))
 
+    def _end_waiting(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None
+    ) -> None:
+        self._updates.append(sequence.end(reason, error))
+        self._finished[sequence.id] = sequence.completion()
+
     def _release(self, running: _Running) -> None:
         """Take a finished sequence out and free its slot."""
         sequence = running.sequence
@@ -477,3 +606,10 @@ class Engine:
     def _measured_budget(self, folder: Path) -> Budget:
         costs = cached_costs(self.target, self._cache, slot=0, folder=folder)
         return CostBudget(costs, nodes=self.config.max_nodes, depth=self.config.max_depth)
+
+
+def _explain(fault: Exception) -> str:
+    """One line for the request's owner: our own messages as they are, of others only the kind."""
+    if isinstance(fault, OutriderError):
+        return str(fault)
+    return f"an internal fault ended this request ({type(fault).__name__}); see the engine's log"

@@ -32,23 +32,34 @@ class Plan:
     prefill: dict[int, int]
 
 
-def schedule(running: Sequence[Waiting], *, chunk: int) -> Plan:
+def schedule(running: Sequence[Waiting], *, chunk: int, busy_chunk: int | None = None) -> Plan:
     """Plan one step.
+
+    The oldest sequence that is behind gets at least half of the room, the others follow with the
+    shortest first: a short prompt does not wait for a long one to be read, and a long one is never
+    starved by short ones.
 
     Args:
         running: admitted sequences, first come first.
         chunk: how many committed tokens (roots not counted) the whole step may bring into the
             cache, so that a long prompt never stalls the streams beside it.
+        busy_chunk: the same while some sequence is decoding and would have to wait for the chunk;
+            `None` for no difference.
     """
-    room = chunk
-    decode: list[int] = []
-    prefill: dict[int, int] = {}
-    for item in running:
-        behind = item.uncached - 1
-        if behind <= room:
-            decode.append(item.id)
-            room -= behind
-        elif room > 0:
-            prefill[item.id] = room
-            room = 0
-    return Plan(tuple(decode), prefill)
+    behind = {item.id: item.uncached - 1 for item in running}
+    late = [id for id, rows in behind.items() if rows > 0]
+    room = chunk if busy_chunk is None or len(late) == len(behind) else min(chunk, busy_chunk)
+    given = dict.fromkeys(late, 0)
+    if late:
+        oldest, share = late[0], room if len(late) == 1 else (room + 1) // 2
+        given[oldest] = min(behind[oldest], share)
+        room -= given[oldest]
+    for id in sorted(late[1:], key=lambda id: behind[id]):
+        given[id] = min(behind[id], room)
+        room -= given[id]
+    if late:  # what the others left
+        more = min(behind[late[0]] - given[late[0]], room)
+        given[late[0]] += more
+    decode = tuple(id for id, rows in behind.items() if given.get(id, 0) == rows)
+    prefill = {id: rows for id, rows in given.items() if 0 < rows < behind[id]}
+    return Plan(decode, prefill)

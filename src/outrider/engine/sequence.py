@@ -12,14 +12,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from outrider.core.grammar import Grammar
 from outrider.core.noise import Noise, Purpose, Stream, fresh_seed
 from outrider.core.sampling import History, SamplingParams, TokenLogprobs
-from outrider.drafters.base import SequenceView
+from outrider.drafters.base import NodeBudget, SequenceView
 from outrider.errors import InvalidParameter
 from outrider.models.tokenizer import Detokenizer
 from outrider.records.step import StepRecord
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "expired"]
 
 
 class Decoder(Protocol):
@@ -38,8 +39,9 @@ class Update:
         text: new text that can no longer change (a possible stop string or an unfinished
             character is held back).
         logprobs: one entry per new token where asked for.
-        finish_reason: set in the last update.
-        error: one line, with finish_reason "error".
+        finish_reason: set in the last update. "cancelled" by its owner, "expired" in the queue,
+            "error" by a fault.
+        error: one line, with finish_reason "error" or "expired".
     """
 
     request: int
@@ -135,6 +137,8 @@ class Sequence:
         context: int,
         tokenizer: Decoder | None = None,
         tenant: str = "",
+        grammar: Grammar | None = None,
+        most: NodeBudget | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise InvalidParameter(
@@ -144,6 +148,8 @@ class Sequence:
         self.params = params
         self.drafter = drafter
         self.tenant = tenant
+        self.grammar = grammar
+        self.most = most
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.noise = Noise(self.seed)
         own_ends = frozenset() if params.ignore_eos else end_tokens
@@ -200,13 +206,17 @@ class Sequence:
 
     def history(self) -> History:
         """The sampler's view of the past at the last committed token."""
-        return History(self._tokens[: self.prompt_length], self.output, self.ends)
+        past = self._tokens[: self.prompt_length], self.output, self.ends
+        return History(*past, grammar=self.grammar)
 
     def commit(self, tokens: SequenceOf[int]) -> Update:
         """Append tokens that the target has confirmed, up to the end of the output.
 
-        Tokens behind an end token, a stop string or the length limit are dropped: plain decoding
-        would never have produced them.
+        Tokens behind an end token, a stop string, the end of the grammar or the length limit are
+        dropped: plain decoding would never have produced them.
+
+        Raises:
+            InvalidParameter: the grammar does not allow a token.
         """
         kept: list[int] = []
         text = ""
@@ -215,7 +225,7 @@ class Sequence:
             kept.append(token)
             shown, stopped = self._read(token)
             text += shown
-            if stopped or token in self.ends:
+            if stopped or token in self.ends or self._completes_grammar(token):
                 self.finish_reason = "stop"
             elif self.remaining == 0:
                 self.finish_reason = "length"
@@ -264,6 +274,12 @@ class Sequence:
         if self._detokenizer is None or token in self.ends:
             return "", False
         return self._stops.feed(self._detokenizer.feed([token]))
+
+    def _completes_grammar(self, token: int) -> bool:
+        if self.grammar is None:
+            return False
+        self.grammar.advance([token])
+        return self.grammar.finished
 
     def _flush(self) -> str:
         if self._detokenizer is None:

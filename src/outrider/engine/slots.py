@@ -52,6 +52,12 @@ class SlotPool:
         self._cache.truncate(best.slot, length)
         return best.slot
 
+    def forget_rows(self) -> None:
+        """Forget the rows of all free slots. Changes the cache; nothing is reused afterwards."""
+        self._free = [_Freed(freed.slot, (), "") for freed in self._free]
+        for freed in self._free:
+            self._cache.truncate(freed.slot, 0)
+
     def give_back(self, slot: int, tokens: Sequence[int], *, tenant: str) -> None:
         """Free a slot; its committed rows stay for reuse."""
         kept = tuple(tokens[: self._cache.lengths[slot]])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -88,9 +89,20 @@ class Tokenizer:
         return str(text)
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, str | bool] | None = None,
     ) -> list[int]:
         """Messages (``role``, ``content``) as tokens, ready for the model's turn.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: end with the opening of the model's turn.
+            tools: for the template's own place for them.
+            variables: more names that the template may know, such as ``enable_thinking``.
 
         Raises:
             InvalidParameter: the model has no chat template, or its template refuses the messages.
@@ -99,10 +111,13 @@ class Tokenizer:
             raise InvalidParameter("this model has no chat template; send a plain prompt")
         from jinja2 import TemplateError
 
+        extra: dict[str, Any] = dict(variables or {})
         try:
             ids: Any = self._inner.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
+                **extra,
                 tokenize=True,
                 return_dict=False,
             )
@@ -117,6 +132,23 @@ class Tokenizer:
             pieces[index] = piece
         return pieces
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that stand for no text, by how they are written."""
+        added: Any = self._inner.added_tokens_decoder
+        return {str(token): index for index, token in added.items() if token.special}
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of every token by id; special and added tokens as they are written."""
+        backend: Any = self._inner.backend_tokenizer
+        decoder = json.dumps(json.loads(backend.to_str()).get("decoder") or {})
+        spell = _byte_level if "ByteLevel" in decoder else _word_piece
+        found = [spell(piece) for piece in self.pieces()]
+        added: Any = self._inner.added_tokens_decoder
+        for index, token in added.items():
+            found[index] = str(token).encode()
+        return found
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that decides the tokens of a text or chat, in hex."""
@@ -127,6 +159,31 @@ class Tokenizer:
         digest.update(self.template.encode())
         digest.update(json.dumps(sorted(self.end_tokens)).encode())
         return digest.hexdigest()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies write each byte: printable ones as themselves, the others as the
+    characters from U+0100 on, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in plain)
+    shifted = {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | shifted
+
+
+_BYTES = _byte_alphabet()
+_SINGLE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level(piece: str) -> bytes:
+    known = all(character in _BYTES for character in piece)
+    return bytes(_BYTES[character] for character in piece) if known else piece.encode()
+
+
+def _word_piece(piece: str) -> bytes:
+    single = _SINGLE_BYTE.fullmatch(piece)
+    if single is not None:
+        return bytes([int(single[1], 16)])
+    return piece.replace("\u2581", " ").encode()
 
 
 def _from_pretrained(folder: Path) -> PreTrainedTokenizerBase:

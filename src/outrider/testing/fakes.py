@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +46,28 @@ class ByteTokenizer:
         """The text of ``ids``: specials are dropped, broken UTF-8 shows as U+FFFD."""
         return bytes(i for i in ids if i < START).decode("utf-8", errors="replace")
 
+    @property
+    def template(self) -> str:
+        """What stands for a chat template's source: turns, and no place for tools."""
+        return "role content"
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that stand for no text, by how they are written."""
+        return {"<start>": START, "<end>": END, "<pad>": PAD}
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of every token by id; special tokens as they are written."""
+        specials = [name.encode() for name in self.special_tokens]
+        return [bytes([byte]) for byte in range(256)] + specials
+
     def chat(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, str | bool] | None = None,
     ) -> list[int]:
         """Messages (``role``, ``content``) as tokens, ready for the model's turn."""
         ids: list[int] = []

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: many users on one target, each under a profile of its choice."""

@@ -1,0 +1,204 @@
+"""Everything that stands behind the endpoints, put together once: engine, profiles, tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from outrider.drafters.table import Setting, build_drafter
+from outrider.engine import Budget, Engine, EngineConfig
+from outrider.engine.memory import available_memory
+from outrider.errors import InvalidParameter, OutOfMemory
+from outrider.models.target import Target
+from outrider.serve.answers import TokenTable
+from outrider.serve.config import ServerConfig
+from outrider.serve.errors import ApiError, bad_request
+from outrider.serve.grammar import Follower, GrammarCompiler, GrammarSource
+from outrider.serve.keys import KeyRing
+from outrider.serve.metrics import Metrics
+from outrider.serve.plan import Room
+from outrider.serve.profiles import Profiles
+from outrider.serve.text import KeepMarkers, TextModel
+from outrider.serve.tools import find_format, knows_tools
+from outrider.serve.worker import Worker
+
+log = logging.getLogger(__name__)
+
+LEAST_CONTEXT = 256
+THREADS = 2  # for templates and tokens, and as many for grammars
+
+_Result = TypeVar("_Result")
+
+
+class Loaded(Protocol):
+    """A model that is ready to run, and its tokenizer."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def tokenizer(self) -> TextModel: ...
+
+
+class Service:
+    """One target, its profiles and the thread that decodes.
+
+    Attributes:
+        created: Unix time of the start.
+        draining: no new request is taken.
+    """
+
+    def __init__(
+        self, config: ServerConfig, loaded: Loaded, *, budget: Budget | None = None
+    ) -> None:
+        """Put it together.
+
+        Raises:
+            InvalidParameter, DrafterMismatch, ModelError: a drafter cannot be built.
+            OutOfMemory: the memory plan does not fit.
+        """
+        target, self.text = loaded.target, loaded.tokenizer
+        self.config = config
+        self.metrics = Metrics()
+        self.keys = KeyRing(config)
+        self.profiles = Profiles(config, target_fingerprint=target.fingerprint)
+        engine = _engine(config, target, self.text, budget)
+        self.worker = Worker(engine, observer=self.metrics)
+        self.room = Room(target.vocab_size, engine.context, config.limits)
+        self.table = TokenTable(self.text.token_bytes())
+        self.template = self.text.template
+        self.tool_format = find_format(config.tool_format, self.template)
+        self.told_by_template = knows_tools(self.template)
+        special = self.text.special_tokens
+        marks = {special[m]: m for m in self.tool_format.markers if m in special}
+        self.call_decoder = KeepMarkers(self.text, marks) if marks else None
+        self.created = int(time.time())
+        self.draining = False
+        self._compiler: GrammarCompiler | None = None
+        self._texts = ThreadPoolExecutor(THREADS, thread_name_prefix="outrider-text")
+        self._grammars = ThreadPoolExecutor(THREADS, thread_name_prefix="outrider-grammar")
+        self._ends = target.end_tokens
+        self._started = False
+
+    def start(self) -> None:
+        """Begin to decode, for the running event loop."""
+        if not self._started:
+            self._started = True
+            self.worker.start(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        """End the engine's thread; what still runs is given up."""
+        self.draining = True
+        self.worker.stop()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+        self._grammars.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def ready(self) -> bool:
+        return self._started and self.worker.healthy and not self.draining
+
+    async def read(self, function: Callable[[], _Result], *, what: str) -> _Result:
+        """Run something with templates or tokens off the event loop.
+
+        Raises:
+            ApiError: it took too long, or the text cannot be used.
+        """
+        seconds = self.config.limits.template_s
+        try:
+            return await _within(self._texts, function, seconds)
+        except TimeoutError:
+            raise bad_request(f"{what} took more than {seconds:g} s; send less") from None
+        except InvalidParameter as error:
+            raise bad_request(str(error)[:300], param=what) from None
+        except (UnicodeError, TypeError, ValueError) as error:
+            log.info("%s cannot be read: %r", what, error)
+            raise bad_request(f"{what} cannot be read as text", param=what) from None
+
+    async def grammars(self, source: GrammarSource, count: int) -> list[Follower]:
+        """Followers of a grammar for as many sequences, compiled off the event loop.
+
+        Raises:
+            ApiError: it is no grammar, or too complex.
+        """
+        seconds = self.config.limits.grammar_s
+        try:
+            return await _within(self._grammars, lambda: self._follow(source, count), seconds)
+        except TimeoutError:
+            message = f"the {source.kind} took more than {seconds:g} s to compile; simplify it"
+        except InvalidParameter as error:
+            message = str(error)
+        raise bad_request(message, param="response_format", code="invalid_grammar")
+
+    def _follow(self, source: GrammarSource, count: int) -> list[Follower]:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(
+                self.text, vocab_size=self.room.vocab_size, ends=self._ends
+            )
+        return [self._compiler.start(source) for _ in range(count)]
+
+    def refuse_if_away(self) -> None:
+        """Raises:
+        ApiError: 503 while the server cannot take a request."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+        if not self._started or not self.worker.alive:
+            raise ApiError(503, "the engine is not running", code="unavailable", retry_after=5)
+
+
+async def _within(
+    pool: ThreadPoolExecutor, function: Callable[[], _Result], seconds: float
+) -> _Result:
+    future = asyncio.get_running_loop().run_in_executor(pool, function)
+    async with asyncio.timeout(seconds):
+        return await future
+
+
+def _engine(config: ServerConfig, target: Target, text: TextModel, budget: Budget | None) -> Engine:
+    settings = config.engine
+    nodes = max((p.max_nodes or 31 for p in config.profiles.values()), default=31)
+    depth = max((p.max_depth or 31 for p in config.profiles.values()), default=31)
+    context = settings.context or fitting_context(
+        target, slots=settings.slots, spare=nodes + 1, share=settings.memory_share
+    )
+    # The tokenizer of a real model is what drafters of other models are compared with.
+    setting = Setting(target, text, sequences=settings.slots, context=context)  # type: ignore[arg-type]
+    specs = dict.fromkeys(p.drafter for p in config.profiles.values() if p.drafter != "none")
+    return Engine(
+        target,
+        drafters={spec: build_drafter(spec, setting) for spec in specs},
+        tokenizer=text,
+        config=EngineConfig(
+            slots=settings.slots,
+            context=context,
+            prefill_chunk=settings.prefill_chunk,
+            busy_chunk=settings.busy_chunk,
+            queue=settings.queue,
+            patience_s=settings.patience_s,
+            rule=settings.rule,
+            max_nodes=nodes,
+            max_depth=depth,
+        ),
+        budget=budget,
+    )
+
+
+def fitting_context(target: Target, *, slots: int, spare: int, share: float) -> int:
+    """The longest context that this many slots can have within a share of the free memory.
+
+    Raises:
+        OutOfMemory: not even a short one fits.
+    """
+    available = available_memory(target.device)
+    if not available:
+        return target.context_length
+    rows = int(available * share) // target.cache_shape.nbytes(slots, 1)
+    most = min(target.context_length, rows - spare)
+    if most < min(LEAST_CONTEXT, target.context_length):
+        raise OutOfMemory(
+            f"{slots} slots leave room for {max(most, 0)} positions each; lower engine.slots"
+        )
+    return most

@@ -1,0 +1,130 @@
+"""The little of HTTP that is needed on raw ASGI: headers, bodies, JSON and event streams.
+
+It decides nothing: paths, keys and limits are the app's. Headers are read from the scope as the
+server parsed them; no address is ever rebuilt from the Host header.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from outrider.serve.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = "application/json"
+EVENTS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+class Headers:
+    """The request's headers, by lower-case name; of a repeated one the first counts."""
+
+    def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
+        self._raw = raw
+
+    def get(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self._raw if key.lower() == name), None)
+
+    def text(self, name: bytes) -> str | None:
+        value = self.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    @property
+    def size(self) -> int:
+        return sum(len(key) + len(value) for key, value in self._raw)
+
+
+async def read_body(receive: Receive, headers: Headers, *, limit: int, seconds: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: it is larger than ``limit`` (413) or slower than ``seconds`` (408).
+        ClientGone: the client left before it was complete.
+    """
+    announced = headers.text(b"content-length")
+    if announced is not None and announced.isdigit() and len(announced) < 19:
+        _check_size(int(announced), limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                size += len(part)
+                _check_size(size, limit)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {seconds:g} s", code="body_timeout"
+        ) from None
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise ApiError(
+            413, f"the body is larger than {limit} bytes; send less", code="body_too_large"
+        )
+
+
+def encode_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        "utf-8", errors="replace"
+    )
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()],
+        }
+    )
+
+
+async def send_part(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def respond(
+    send: Send, status: int, body: bytes, headers: Mapping[str, str], *, kind: str = JSON
+) -> None:
+    """A whole response."""
+    length = {"content-type": kind, "content-length": str(len(body))}
+    await send_head(send, status, {**length, **headers})
+    await send_part(send, body, more=False)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has closed its connection; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
