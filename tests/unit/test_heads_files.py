@@ -533,6 +533,9 @@ def test_what_readers_would_lose_is_said():
     assert losses("speculators", EAGLE31) == []
     assert any("norm_output" in line for line in advice("native", EAGLE31))
     assert any("token_residual" in line for line in advice("native", OURS))
+    assert any("vLLM 0.32" in line for line in advice("vllm-medusa", SMALL_MEDUSA))
+    assert any("SGLang" in line for line in advice("specforge", EAGLE31))
+    assert any("exactly 3" in line for line in advice("speculators", OURS))
     assert all(advice(layout, EAGLE3) == [] for layout in LAYOUTS)
 
 

@@ -79,8 +79,10 @@ def advice(layout: Layout, config: HeadConfig) -> list[str]:
             notes.append("token_residual is Outrider's own; no other engine loads this head")
         if config.sinks:
             notes.append("sinks are Outrider's own; another engine would attend without them")
-        if config.reduced and config.kind != "eagle3":
-            notes.append(f"a reduced vocabulary of {config.kind}: no other engine loads it")
+        if config.reduced and config.kind == "eagle":
+            notes.append("a reduced vocabulary of EAGLE-1 is Outrider's own")
+    if layout in ("native", "vllm-medusa") and config.reduced and config.kind == "medusa":
+        notes.append("a reduced vocabulary of Medusa: vLLM 0.32 has it, and fails to load it")
     return notes
 
 
@@ -246,6 +248,11 @@ def _medusa_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
         "medusa_num_heads": config.medusa_heads,
         "medusa_num_layers": config.medusa_layers,
         "base_model_name_or_path": config.target.name,
+        # for vLLM, which takes the authors' tensor names but needs the sizes
+        "model_type": "medusa",
+        "hidden_size": config.width,
+        "vocab_size": config.draft_vocab_size,
+        "medusa_fc_bias": True,
         "torch_dtype": dtype,
     }
 
