@@ -47,3 +47,7 @@ class Overloaded(OutriderError):
     """No room for another request now; the same request may succeed later."""
 
     exit_code = 3
+
+
+class TrainingFailed(OutriderError):
+    """A training run cannot go on; what was saved before is whole."""

@@ -52,7 +52,13 @@ class Enumerator:
         return chosen
 
     def sample(
-        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+        self,
+        weights_V: Tensor,
+        *,
+        position: int,
+        purpose: Purpose,
+        count: int = 1,
+        ids: object = None,
     ) -> list[int]:
         weights = weights_V.tolist()
         tokens: list[int] = []
@@ -81,7 +87,13 @@ class Keyed(Enumerator):
         self._verdicts: dict[Hashable, bool] = {}
 
     def sample(
-        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+        self,
+        weights_V: Tensor,
+        *,
+        position: int,
+        purpose: Purpose,
+        count: int = 1,
+        ids: object = None,
     ) -> list[int]:
         step = self.step if purpose is Purpose.DRAFT else 0
         key = (step, position, purpose, count, tuple(weights_V.tolist()))

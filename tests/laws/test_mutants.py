@@ -164,7 +164,13 @@ class OneUniform:
         self._verify = verify
 
     def sample(
-        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+        self,
+        weights_V: Tensor,
+        *,
+        position: int,
+        purpose: Purpose,
+        count: int = 1,
+        ids: object = None,
     ) -> list[int]:
         cumulative = torch.cumsum(weights_V, 0)
         number = torch.tensor(self._numbers[purpose] * float(cumulative[-1]))

@@ -94,7 +94,7 @@ class Tempered(Noise):
 
     power: float = 1.0
 
-    def sample(self, weights_V, *, position, purpose, count=1):  # type: ignore[no-untyped-def]
+    def sample(self, weights_V, *, position, purpose, count=1, ids=None):  # type: ignore[no-untyped-def]
         weights_V = weights_V**self.power
         return super().sample(weights_V, position=position, purpose=purpose, count=count)
 
@@ -102,7 +102,7 @@ class Tempered(Noise):
 class SecondIsLikeliest(Noise):
     """Draws the first token and fills up with the likeliest others."""
 
-    def sample(self, weights_V, *, position, purpose, count=1):  # type: ignore[no-untyped-def]
+    def sample(self, weights_V, *, position, purpose, count=1, ids=None):  # type: ignore[no-untyped-def]
         first = super().sample(weights_V, position=position, purpose=purpose)
         others = weights_V.argsort(descending=True).tolist()
         return (first + [token for token in others if token not in first])[:count]

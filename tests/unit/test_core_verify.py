@@ -29,7 +29,13 @@ class Scripted:
     judged: list[tuple[int, int]] = field(default_factory=list)
 
     def sample(
-        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+        self,
+        weights_V: Tensor,
+        *,
+        position: int,
+        purpose: Purpose,
+        count: int = 1,
+        ids: object = None,
     ) -> list[int]:
         self.weights.append(weights_V)
         self.drawn.append((position, purpose))

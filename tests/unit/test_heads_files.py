@@ -200,6 +200,11 @@ def test_int8_is_a_quarter_of_fp32(tmp_path):
     assert sizes["int8"] < 0.3 * sizes["fp32"]
 
 
+def test_others_may_read_what_was_written(eagle3):
+    assert eagle3.stat().st_mode & 0o777 == 0o755
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in eagle3.iterdir())
+
+
 def test_norm_before_residual_is_always_written(tmp_path):
     for layout in ("native", "speculators", "specforge", "eagle3"):
         write_head(head(EAGLE3), tmp_path / layout, layout=layout)

@@ -80,6 +80,7 @@ def bench(
         loaded.target,
         loaded.tokenizer,
         plan,
+        source=loaded.source,
         records=records,
         progress=lambda line: session.err.print(line, style="dim", markup=False),
     )

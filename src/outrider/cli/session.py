@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +38,9 @@ class Loaded(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def source(self) -> Path: ...
 
 
 class Loader(Protocol):
@@ -128,7 +132,9 @@ class Session:
         from outrider.drafters.table import Setting, build_drafter
         from outrider.engine import Engine, EngineConfig
 
-        setting = Setting(loaded.target, loaded.tokenizer, sequences=1, context=context)
+        setting = Setting(
+            loaded.target, loaded.tokenizer, sequences=1, context=context, source=loaded.source
+        )
         built = {spec: build_drafter(spec, setting) for spec in drafters}
         config = EngineConfig(slots=1, context=context, rule=rule, reuse_prefix=reuse_prefix)
         return Engine(loaded.target, drafters=built, tokenizer=loaded.tokenizer, config=config)

@@ -47,11 +47,21 @@ class Source(Protocol):
     """
 
     def sample(
-        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+        self,
+        weights_V: Tensor,
+        *,
+        position: int,
+        purpose: Purpose,
+        count: int = 1,
+        ids: npt.NDArray[np.int64] | None = None,
     ) -> list[int]:
-        """``count`` distinct tokens drawn without replacement, in order, from weights [V] >= 0.
+        """``count`` distinct places drawn without replacement, in order, from weights [V] >= 0.
 
         Fewer are returned where the support is smaller.
+
+        Args:
+            ids: the tokens that the weights belong to, whose noise decides; `None` where a place is
+                its token.
         """
         ...
 
@@ -130,24 +140,31 @@ class Noise:
         return uniform
 
     def sample(
-        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+        self,
+        weights_V: Tensor,
+        *,
+        position: int,
+        purpose: Purpose,
+        count: int = 1,
+        ids: npt.NDArray[np.int64] | None = None,
     ) -> list[int]:
         weights = weights_V.detach().to("cpu").numpy()
         support = weights > 0
         size = int(np.count_nonzero(support))
+        places: npt.NDArray[np.int64] | None = None
         if 2 * size > len(weights):  # cheaper to give zeros a number too: they never arrive
-            bits, ids = _all_spread(len(weights)), None
+            bits = _all_spread(len(weights)) if ids is None else _spread(ids)
         else:
-            ids = np.flatnonzero(support)
+            places = np.flatnonzero(support)
             if size <= 1:  # one-hot, as at temperature 0, needs no noise
-                return list(map(int, ids))
-            bits, weights = _spread(ids), weights[ids]
+                return list(map(int, places))
+            bits, weights = _spread(places if ids is None else ids[places]), weights[places]
         arrival = self._uniform(bits, position=position, purpose=purpose)
         np.log(arrival, out=arrival)
         with np.errstate(over="ignore", divide="ignore"):  # a subnormal weight arrives at infinity
             arrival /= weights
         first = _first(arrival, min(count, size))
-        return list(map(int, first if ids is None else ids[first]))
+        return list(map(int, first if places is None else places[first]))
 
     def accept(self, p: float, q: float, *, position: int, index: int) -> bool:
         u = self.uniform(np.array([index]), position=position, purpose=Purpose.ACCEPT)[0]
@@ -173,9 +190,18 @@ class Stream:
     source: Source
     purpose: Purpose
 
-    def sample(self, weights_V: Tensor, *, position: int, count: int = 1) -> list[int]:
+    def sample(
+        self,
+        weights_V: Tensor,
+        *,
+        position: int,
+        count: int = 1,
+        ids: npt.NDArray[np.int64] | None = None,
+    ) -> list[int]:
         """See `Source.sample`."""
-        return self.source.sample(weights_V, position=position, purpose=self.purpose, count=count)
+        return self.source.sample(
+            weights_V, position=position, purpose=self.purpose, count=count, ids=ids
+        )
 
 
 def fresh_seed() -> int:

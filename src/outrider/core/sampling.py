@@ -341,6 +341,38 @@ def draw(
     return Draw(tuple(stream.sample(q, position=position, count=count)), q)
 
 
+class Subset:
+    """A part of the vocabulary, for drafters that score fewer tokens than the target has.
+
+    Attributes:
+        ids: int64 [W] the target's ids, by the drafter's.
+        size: of the target's vocabulary.
+    """
+
+    def __init__(self, ids: Sequence[int], *, size: int) -> None:
+        self.ids: npt.NDArray[np.int64] = np.array(ids, dtype=np.int64)
+        self.size = size
+
+    def widen(self, logits_W: Tensor) -> Tensor:
+        """The row [V] in which all other tokens are impossible."""
+        row = torch.full((self.size,), -math.inf)
+        row[torch.from_numpy(self.ids)] = logits_W.detach().to("cpu", torch.float32)
+        return row
+
+
+def _names_tokens(params: SamplingParams, history: History) -> bool:
+    """Do the request's rules speak of certain tokens?"""
+    return bool(
+        params.logit_bias
+        or params.bad_words
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or history.grammar is not None
+        or history.output_length() < params.min_tokens
+    )
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Likely next tokens, best first, with the drafter's probability of each. Never a `q`."""
@@ -357,6 +389,7 @@ def candidates(
     stream: Stream,
     position: int,
     count: int,
+    subset: Subset | None = None,
 ) -> Candidates:
     """The ``count`` best guesses as a function of context and noise, for the children of a node.
 
@@ -365,17 +398,27 @@ def candidates(
     own noise they are what the target would pick if it had the drafter's probabilities. They carry
     no `q`: verify them as chosen, not as drawn.
 
+    Args:
+        subset: whose ids the row's entries are, where it does not cover the vocabulary.
+
     Raises:
         NonFiniteLogits: as `distribution`.
     """
+    if subset is not None and _names_tokens(params, history):
+        logits_V, subset = subset.widen(logits_V), None
     if params.temperature == 0:
         adjusted, top = _adjusted(logits_V, params, history)
         weights = _weights(adjusted, peak=float(adjusted[top]), temperature=1.0)
-        tokens, mass = _largest(adjusted, count), float(weights.sum())
-        return Candidates(tuple(tokens), tuple(float(weights[token]) / mass for token in tokens))
-    probs = distribution(logits_V, params, history)
-    tokens = stream.sample(probs, position=position, count=count)
-    return Candidates(tuple(tokens), tuple(float(probs[token]) for token in tokens))
+        places, mass = _largest(adjusted, count), float(weights.sum())
+        chances = tuple(float(weights[place]) / mass for place in places)
+    else:
+        probs = distribution(logits_V, params, history)
+        ids = None if subset is None else subset.ids
+        places = stream.sample(probs, position=position, count=count, ids=ids)
+        chances = tuple(float(probs[place]) for place in places)
+    if subset is not None:
+        places = subset.ids[places].tolist()
+    return Candidates(tuple(places), chances)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -86,9 +88,17 @@ class RecordingSource:
     draws: list[DrawnRow] = field(default_factory=list)
 
     def sample(
-        self, weights_V: Tensor, *, position: int, purpose: Purpose, count: int = 1
+        self,
+        weights_V: Tensor,
+        *,
+        position: int,
+        purpose: Purpose,
+        count: int = 1,
+        ids: npt.NDArray[np.int64] | None = None,
     ) -> list[int]:
-        tokens = self.noise.sample(weights_V, position=position, purpose=purpose, count=count)
+        tokens = self.noise.sample(
+            weights_V, position=position, purpose=purpose, count=count, ids=ids
+        )
         self.draws.append(DrawnRow(position, weights_V.detach().clone(), tuple(tokens)))
         return tokens
 

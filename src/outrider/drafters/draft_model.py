@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.core.sampling import candidates, draw
-from outrider.core.tree import NO_PARENT, DraftTree
+from outrider.core.tree import DraftTree
 from outrider.drafters.base import Commit, Needs, NodeBudget, SequenceView
+from outrider.drafters.growth import Growth, TreeShape
 from outrider.errors import DrafterMismatch, InvalidParameter
 from outrider.models.target import Segment, Target
 
@@ -45,40 +45,6 @@ class DraftModelConfig:
                 raise InvalidParameter(
                     f"draft model: {name} is {getattr(self, name)}; use 1 or more"
                 )
-
-
-class _Growth:
-    """A tree under construction for one view."""
-
-    def __init__(self, view: SequenceView, budget: NodeBudget) -> None:
-        self.view = view
-        self.budget = budget
-        self.tokens = [view.root]
-        self.parents = [NO_PARENT]
-        self.depths = [0]
-        self.chances = [1.0]  # of the whole path, by the drafter's own probabilities
-        self.confidence = [1.0]
-        self.q: dict[int, Tensor] = {}
-        self.frontier = [0]
-
-    def tree(self) -> DraftTree:
-        return DraftTree(
-            tuple(self.tokens), tuple(self.parents), q=self.q, confidence=tuple(self.confidence)
-        )
-
-    def add(self, parent: int, token: int, confidence: float) -> int:
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        self.confidence.append(confidence)
-        self.chances.append(self.chances[parent] * confidence)
-        return len(self.tokens) - 1
-
-    @property
-    def wants_more(self) -> bool:
-        depth = self.depths[self.frontier[0]] if self.frontier else 0
-        room = len(self.tokens) - 1 < self.budget.nodes
-        return bool(self.frontier) and room and depth < self.budget.depth
 
 
 class DraftModelDrafter:
@@ -121,16 +87,17 @@ class DraftModelDrafter:
     def propose(
         self, views: Sequence[SequenceView], budgets: Sequence[NodeBudget]
     ) -> list[DraftTree]:
-        growths = [_Growth(v, b) for v, b in zip(views, budgets, strict=True)]
+        shape = TreeShape(self.config.branching, self.config.beam)
+        growths = [Growth(v, b, shape) for v, b in zip(views, budgets, strict=True)]
         able = [g for g in growths if g.wants_more and self._has_room(g)]
         for growth in able:
             self._catch_up(growth.view)
         while active := [g for g in able if g.wants_more]:
             for growth, logits in zip(active, self._expand(active), strict=True):
-                self._grow(growth, logits)
+                growth.grow(logits)
         return [growth.tree() for growth in growths]
 
-    def _has_room(self, growth: _Growth) -> bool:
+    def _has_room(self, growth: Growth) -> bool:
         view = growth.view
         known = view.id in self._tokens  # a stranger's history was never observed
         if not known or len(view.tokens) + growth.budget.depth > self._length:
@@ -150,51 +117,19 @@ class DraftModelDrafter:
             self._model.forward([Segment(slot, chunk)], self._cache)
             self._cache.keep(slot, range(len(chunk)))
 
-    def _expand(self, growths: Sequence[_Growth]) -> Sequence[Tensor]:
+    def _expand(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         """One pass: logits [nodes so far, V] for each growing tree."""
         segments = []
         for growth in growths:
             slot, tokens = self._slots[growth.view.id], self._tokens[growth.view.id]
             prefix = tuple(tokens[self._cache.lengths[slot] : -1])
-            segments.append(Segment(slot, prefix, growth.tree()))
+            segments.append(Segment(slot, prefix, growth.pass_tree()))
         logits = self._model.forward(segments, self._cache).logits
         for segment in segments:
             # Committed tokens stay, guesses go. The root stays out of the cache until it has a
             # successor, as in the target.
             self._cache.keep(segment.slot, range(len(segment.prefix)))
         return logits
-
-    def _grow(self, growth: _Growth, logits_NV: Tensor) -> None:
-        """Add children to the frontier's nodes, the likeliest node first."""
-        frontier = sorted(growth.frontier, key=lambda n: -growth.chances[n])[: self.config.beam]
-        growth.frontier = []
-        for node in frontier:
-            room = growth.budget.nodes - (len(growth.tokens) - 1)
-            count = min(self.config.branching, room)
-            if count > 0:
-                growth.frontier += self._children(growth, node, logits_NV[node], count)
-
-    def _children(self, growth: _Growth, node: int, logits_V: Tensor, count: int) -> list[int]:
-        view = growth.view
-        path: list[int] = []
-        at = node
-        while at > 0:
-            path.append(growth.tokens[at])
-            at = growth.parents[at]
-        history = view.history(tuple(reversed(path)))
-        position = len(view.tokens) + growth.depths[node]
-        if self.config.branching == 1:
-            drawn = draw(logits_V, view.params, history, stream=view.stream, position=position)
-            growth.q[node] = drawn.q
-            [token] = drawn.tokens
-            children = [growth.add(node, token, float(drawn.q[token]))]
-        else:
-            found = candidates(
-                logits_V, view.params, history, stream=view.stream, position=position, count=count
-            )
-            pairs = zip(found.tokens, found.probabilities, strict=True)
-            children = [growth.add(node, token, chance) for token, chance in pairs]
-        return [child for child in children if growth.tokens[child] not in view.ends]
 
 
 def vocabulary_differences(

@@ -4,8 +4,9 @@ Deleting a drafter's file and its line in `BUILDERS` deletes the feature. Other 
 drafters through the entry-point group `outrider.drafters`: a callable that is a `Builder`.
 
 A spec is a name, with an argument behind a colon where the drafter takes one:
-``none``, ``ngram``, ``suffix``, ``draft_model:PATH``, ``replay:FILE``, ``hybrid`` (suffix and
-n-gram), ``hybrid:suffix+draft_model=PATH``.
+``none``, ``ngram``, ``suffix``, ``draft_model:PATH``, ``replay:FILE``, ``eagle3`` (a head, see
+`heads.py`), ``hybrid`` (suffix and n-gram), ``hybrid:suffix+draft_model=PATH``. A folder with a
+head is a spec by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from outrider.drafters.draft_model import (
     refuse_mismatch,
     vocabulary_differences,
 )
+from outrider.drafters.eagle import EagleDrafter
+from outrider.drafters.heads import STYLES, build_head, style_in
 from outrider.drafters.hybrid import HybridDrafter, Member
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoneDrafter
@@ -45,12 +48,14 @@ class Setting:
         tokenizer: the target's tokenizer; `None` in tests that need none.
         sequences: how many sequences run at once.
         context: positions per sequence.
+        source: the target's folder, for heads.
     """
 
     target: Target
     tokenizer: Tokenizer | None = None
     sequences: int = 1
     context: int | None = None
+    source: Path | None = None
 
 
 Builder = Callable[[str, Setting], Drafter]
@@ -99,8 +104,23 @@ def _hybrid(argument: str, setting: Setting) -> Drafter:
 
 def _member(spec: str, setting: Setting) -> Member:
     drafter = build_drafter(spec, setting)
-    cost = drafter.relative_cost(setting.target) if isinstance(drafter, DraftModelDrafter) else 0.0
-    return Member(drafter, cost)
+    if isinstance(drafter, DraftModelDrafter | EagleDrafter):
+        return Member(drafter, drafter.relative_cost(setting.target))
+    return Member(drafter)
+
+
+def _head(style: str) -> Builder:
+    def build(argument: str, setting: Setting) -> Drafter:
+        return build_head(
+            style,
+            argument,
+            target=setting.target,
+            source=setting.source,
+            sequences=setting.sequences,
+            context=setting.context,
+        )
+
+    return build
 
 
 BUILDERS: dict[str, Builder] = {
@@ -110,6 +130,7 @@ BUILDERS: dict[str, Builder] = {
     "draft_model": _draft_model,
     "hybrid": _hybrid,
     "replay": _replay,
+    **{style: _head(style) for style in STYLES},
 }
 
 
@@ -127,6 +148,9 @@ def build_drafter(spec: str, setting: Setting) -> Drafter:
         ModelError: the draft model cannot be loaded.
     """
     name, _, argument = spec.partition(":")
+    folder = spec.partition(",")[0]
+    if (Path(folder).expanduser() / "config.json").is_file():
+        name, argument = style_in(Path(folder).expanduser()), spec
     builder = BUILDERS.get(name)
     if builder is None:
         builder = _plugin(name)

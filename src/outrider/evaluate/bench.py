@@ -88,6 +88,7 @@ def run_bench(
     tokenizer: Tokenizer,
     plan: BenchPlan,
     *,
+    source: Path | None = None,
     records: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> BenchReport:
@@ -97,6 +98,7 @@ def run_bench(
         target: the model.
         tokenizer: its tokenizer.
         plan: what to run.
+        source: the target's folder, for drafters that are heads.
         records: a new file for one line per request and per step.
         progress: told a line per prompt.
 
@@ -106,7 +108,7 @@ def run_bench(
     names = tuple(dict.fromkeys([PLAIN, *plan.drafters]))
     prompts = [(w, p) for w in plan.workloads for p in load_workload(w, limit=plan.limit)]
     params = replace(plan.params, seed=plan.params.seed or 0)
-    engine = _engine(target, tokenizer, names, plan)
+    engine = _engine(target, tokenizer, names, plan, source)
     encoded = {(w, p.id): tokenizer.chat(p.chat()) for w, p in prompts}
     _refuse_long(encoded, params, engine.context)
     manifest = _manifest(target, plan, params)
@@ -137,8 +139,14 @@ def run_bench(
     return BenchReport(finished, verify_cost, cells, exact=exact)
 
 
-def _engine(target: Target, tokenizer: Tokenizer, names: Sequence[str], plan: BenchPlan) -> Engine:
-    setting = Setting(target, tokenizer, sequences=1, context=plan.context)
+def _engine(
+    target: Target,
+    tokenizer: Tokenizer,
+    names: Sequence[str],
+    plan: BenchPlan,
+    source: Path | None,
+) -> Engine:
+    setting = Setting(target, tokenizer, sequences=1, context=plan.context, source=source)
     drafters = {name: build_drafter(name, setting) for name in names if name != PLAIN}
     config = EngineConfig(slots=1, context=plan.context, rule=plan.rule, reuse_prefix=False)
     return Engine(target, drafters=drafters, tokenizer=tokenizer, config=config)

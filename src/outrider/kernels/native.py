@@ -29,7 +29,7 @@ from outrider.kernels.quantised import (
     Weight,
 )
 
-ABI = 1
+ABI = 2
 BLOCK = 32  # output columns that are packed together
 
 
@@ -57,6 +57,7 @@ class MatrixStruct(Structure):
 class LayerStruct(Structure):
     _fields_ = (
         ("attention_norm", c_void_p),
+        ("token_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
@@ -105,6 +106,7 @@ class PassStruct(Structure):
         ("layer_stride", c_int64),
         ("slot_stride", c_int64),
         ("head_stride", c_int64),
+        ("inputs", c_void_p),
         ("logits", c_void_p),
         ("features", c_void_p),
     )

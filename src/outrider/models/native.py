@@ -35,14 +35,15 @@ from outrider.kernels.quantised import FloatWeight, Weight
 from outrider.models.cache import CacheShape, KVCache
 from outrider.models.config import ModelConfig
 from outrider.models.rope import Rope
-from outrider.models.target import Forward, Segment, check_segments, stage_all
-from outrider.models.weights import EMBEDDING, FINAL_NORM, HEAD, Progress
+from outrider.models.target import Forward, Segment, check_inputs, check_segments, stage_all
+from outrider.models.weights import EMBEDDING, FINAL_NORM, HEAD, Progress, rms_norm
 
 Precision = str  # one of:
 PRECISIONS = ("int8", "int4", "bf16", "fp32")
 Read = Callable[[str], Tensor]
 ReadStored = Callable[[str], Weight | None]
 
+_VECTORS = ("attention_norm", "token_norm", "mlp_norm", "query_norm", "key_norm", "qkv_bias")
 _LANES = 16  # columns of the gate and the up projection alternate in runs of this length
 
 
@@ -72,9 +73,14 @@ def _ropes(config: ModelConfig) -> set[Rope]:
 
 @dataclass(frozen=True)
 class NativeLayer:
-    """One layer, packed. Biases and norms are fp32."""
+    """One layer, packed. Biases and norms are fp32.
 
-    attention_norm: Tensor
+    Attributes:
+        attention_norm: `None` for states that come normed.
+        token_norm: of a draft head's layer, see `LayerWeights`.
+    """
+
+    attention_norm: Tensor | None
     mlp_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
@@ -83,6 +89,7 @@ class NativeLayer:
     output: PackedMatrix
     gate_up: PackedMatrix
     down: PackedMatrix
+    token_norm: Tensor | None = None
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
@@ -91,11 +98,12 @@ class NativeLayer:
 
 @dataclass(frozen=True)
 class NativeWeights:
-    """A whole decoder, packed. The embedding is bf16, or fp32 with fp32 weights."""
+    """A whole decoder, packed. The embedding is bf16, or fp32 with fp32 weights; a draft head may
+    lack the final norm."""
 
     embedding: Tensor
     layers: tuple[NativeLayer, ...]
-    norm: Tensor
+    norm: Tensor | None
     head: PackedMatrix
 
 
@@ -179,7 +187,7 @@ class _Builder:
             qkv=self.matrix([f"{attention}{name}" for name in qkv]),
             output=self.matrix([f"{attention}o_proj"]),
             gate_up=self.matrix(
-                [f"{prefix}mlp.{name}" for name in gate_up], _interleaved(config.inner)
+                [f"{prefix}mlp.{name}" for name in gate_up], interleaved(config.inner)
             ),
             down=self.matrix([f"{prefix}mlp.down_proj"]),
         )
@@ -202,7 +210,7 @@ class _Builder:
         )
 
 
-def _interleaved(inner: int) -> Tensor:
+def interleaved(inner: int) -> Tensor:
     """Rows of the gate and the up projection, alternating in runs of 16."""
     runs = torch.arange(2 * inner).view(2, -1, _LANES)
     return runs.transpose(0, 1).flatten()
@@ -296,7 +304,7 @@ class NativeTransformer:
         config, weights = self.config, self.weights
         layers = (LayerStruct * self.layers)()
         for struct, layer, facts in zip(layers, weights.layers, config.layers, strict=True):
-            for field in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "qkv_bias"):
+            for field in _VECTORS:
                 setattr(struct, field, _pointer(vars(layer)[field]))
             struct.qkv, struct.output = layer.qkv.struct, layer.output.struct
             struct.gate_up, struct.down = layer.gate_up.struct, layer.down.struct
@@ -308,13 +316,13 @@ class NativeTransformer:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             mlp=config.inner,
-            vocab=config.vocab_size,
+            vocab=weights.head.struct.n,
             rotary_dim=self._rope.dim if self._rope else 0,
             embedding_float32=int(weights.embedding.dtype == torch.float32),
             epsilon=config.norm_eps,
             attention_scale=config.attention_scale,
             layer=layers,
-            final_norm=weights.norm.data_ptr(),
+            final_norm=_pointer(weights.norm),
             embedding=weights.embedding.data_ptr(),
             head=weights.head.struct,
         )
@@ -340,22 +348,34 @@ class NativeTransformer:
 
     @torch.no_grad()
     def forward(
-        self, segments: Sequence[Segment], cache: KVCache, *, features: tuple[int, ...] = ()
+        self,
+        segments: Sequence[Segment],
+        cache: KVCache,
+        *,
+        features: tuple[int, ...] = (),
+        inputs: Tensor | None = None,
     ) -> Forward:
         """One pass. Stages every segment's rows in the cache; the caller keeps or drops them.
+
+        Args:
+            inputs: fp32 [M, D], the hidden states to start from, for draft heads; otherwise the
+                tokens' embeddings.
 
         Raises:
             InvalidParameter: a token or feature that the model does not have, an empty segment, a
                 slot that is full or staged already; nothing is staged then.
         """
         self._check(segments, cache, features)
+        rows = sum(segment.rows for segment in segments)
+        if inputs is not None:
+            check_inputs(inputs, rows=rows, width=self.config.width)
+            inputs = inputs.float().contiguous()
         starts = stage_all(segments, cache)
         wanted = sorted(set(features))
-        rows = sum(segment.rows for segment in segments)
         nodes = [len(segment.tree) if segment.tree else 0 for segment in segments]
-        logits = torch.empty(sum(nodes), self.vocab_size)
+        logits = torch.empty(sum(nodes), self.weights.head.struct.n)
         states = torch.empty(rows, len(wanted), self.config.width)
-        self._run(segments, starts, cache, wanted, logits, states)
+        self._run(segments, starts, cache, wanted, inputs, logits, states)
         split = None
         if features:
             if wanted != list(features):
@@ -369,6 +389,7 @@ class NativeTransformer:
         starts: Sequence[int],
         cache: KVCache,
         features: Sequence[int],
+        inputs: Tensor | None,
         logits: Tensor,
         states: Tensor,
     ) -> None:
@@ -407,6 +428,7 @@ class NativeTransformer:
                 layer_stride=keys.stride(0),
                 slot_stride=keys.stride(1),
                 head_stride=keys.stride(2),
+                inputs=_pointer(inputs),
                 logits=logits.data_ptr(),
                 features=states.data_ptr(),
             )
@@ -433,9 +455,9 @@ class NativeTransformer:
 
     def norm(self, x_MD: Tensor) -> Tensor:
         """The final norm, which stands between the last layer's output and the head."""
-        x = x_MD.float()
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        return x * scale * self.weights.norm
+        if self.weights.norm is None:
+            return x_MD.float()
+        return rms_norm(x_MD, self.weights.norm, self.config.norm_eps)
 
     def head(self, x_MD: Tensor) -> Tensor:
         """[M, V] logits of normed hidden states."""

@@ -139,6 +139,18 @@ def check_segments(target: Target, segments: Sequence[Segment], features: tuple[
             )
 
 
+def check_inputs(inputs_MD: Tensor, *, rows: int, width: int) -> None:
+    """Refuse hidden states that do not fit the rows of a pass.
+
+    Raises:
+        InvalidParameter: says both shapes.
+    """
+    if inputs_MD.shape != (rows, width):
+        raise InvalidParameter(
+            f"inputs of shape {list(inputs_MD.shape)} do not fit {rows} rows of width {width}"
+        )
+
+
 def stage_all(segments: Sequence[Segment], cache: KVCache) -> list[int]:
     """Stage all segments or none; returns the first cache row of each. Changes the cache."""
     starts: list[int] = []

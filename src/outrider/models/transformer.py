@@ -26,8 +26,14 @@ from outrider.models.attention import KEY_BLOCK, Planner, SegmentPlan, attend_pr
 from outrider.models.cache import CacheShape, KVCache
 from outrider.models.config import LayerConfig, ModelConfig
 from outrider.models.rope import Rope
-from outrider.models.target import Forward, Segment, check_segments, stage_all
-from outrider.models.weights import LayerWeights, ModelWeights, build_weights, random_tensors
+from outrider.models.target import Forward, Segment, check_inputs, check_segments, stage_all
+from outrider.models.weights import (
+    LayerWeights,
+    ModelWeights,
+    build_weights,
+    random_tensors,
+    rms_norm,
+)
 
 Rotation = tuple[Tensor, Tensor]
 PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -35,10 +41,15 @@ PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32:
 
 @dataclass(frozen=True)
 class Pass:
-    """Everything about a pass that its layers share: rotations [M, 1, D'] and attention plans."""
+    """Everything about a pass that its layers share: rotations [M, 1, D'] and attention plans.
+
+    Attributes:
+        embedded: [M, D] the tokens' embeddings, where they are not what the pass starts from.
+    """
 
     rotations: dict[Rope, Rotation]
     segments: tuple[SegmentPlan, ...]
+    embedded: Tensor | None = None
 
 
 class Layer:
@@ -57,7 +68,7 @@ class Layer:
     def __call__(self, x_MD: Tensor, step: Pass) -> Tensor:
         """The next layer's input. Changes ``x_MD`` (fp32) and the staged rows of the cache."""
         weights = self.weights
-        y_MD = weights.out(self._attention(self._norm(x_MD, weights.attention_norm), step))
+        y_MD = weights.out(self._attention(self._attention_input(x_MD, step), step))
         if weights.attention_after is not None:
             y_MD = self._norm(y_MD, weights.attention_after)
         x_MD += y_MD
@@ -67,6 +78,16 @@ class Layer:
             y_MD = self._norm(y_MD, weights.mlp_after)
         x_MD += y_MD
         return x_MD
+
+    def _attention_input(self, x_MD: Tensor, step: Pass) -> Tensor:
+        """What queries, keys and values are made of: [M, D], or [M, 2D] in a draft head."""
+        weights = self.weights
+        norm = weights.attention_norm
+        y_MD = x_MD.to(self.dtype) if norm is None else self._norm(x_MD, norm)
+        if weights.token_norm is None:
+            return y_MD
+        assert step.embedded is not None
+        return torch.cat((self._norm(step.embedded, weights.token_norm), y_MD), -1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.config.norm_eps).to(self.dtype)
@@ -91,13 +112,6 @@ class Layer:
                 view = block.views[self.facts.window]
                 outputs.append(attend(q_MKGH[block.rows], view, self.index, config.attention_scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in fp32 (Zhang and Sennrich 1910.07467)."""
-    if weight.ndim == 1:
-        return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight)
 
 
 def rotate(x_MAH: Tensor, rotation: Rotation, dim: int) -> Tensor:
@@ -200,19 +214,33 @@ class Transformer:
 
     @torch.no_grad()
     def forward(
-        self, segments: Sequence[Segment], cache: KVCache, *, features: tuple[int, ...] = ()
+        self,
+        segments: Sequence[Segment],
+        cache: KVCache,
+        *,
+        features: tuple[int, ...] = (),
+        inputs: Tensor | None = None,
     ) -> Forward:
         """One pass. Stages every segment's rows in the cache; the caller keeps or drops them.
+
+        Args:
+            inputs: [M, D], the hidden states to start from, for draft heads; otherwise the tokens'
+                embeddings.
 
         Raises:
             InvalidParameter: a token or feature that the model does not have, an empty segment, a
                 slot that is full or staged already; nothing is staged then.
         """
         check_segments(self, segments, features)
-        starts = stage_all(segments, cache)
         tokens = [token for segment in segments for token in segment.tokens]
-        x_MD = self.embed(torch.tensor(tokens, device=self.device))
+        if inputs is not None:
+            check_inputs(inputs, rows=len(tokens), width=self.config.width)
+        starts = stage_all(segments, cache)
+        embedded_MD = self.embed(torch.tensor(tokens, device=self.device))
+        x_MD = embedded_MD if inputs is None else inputs.to(torch.float32, copy=True)
         step = self._plan(segments, cache, starts)
+        if inputs is not None:
+            step = replace(step, embedded=embedded_MD)
         captured: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             if index in features:
@@ -234,6 +262,8 @@ class Transformer:
 
     def norm(self, x_MD: Tensor) -> Tensor:
         """The final norm, which stands between the last layer's output and the head."""
+        if self.weights.norm is None:
+            return x_MD.to(self.dtype)
         return rms_norm(x_MD, self.weights.norm, self.config.norm_eps).to(self.dtype)
 
     def head(self, x_MD: Tensor) -> Tensor:
@@ -249,7 +279,7 @@ class Transformer:
             rows.extend(range(first + len(segment.prefix), first + segment.rows))
             first += segment.rows
         if not rows:
-            return [x_MD.new_empty(0, self.vocab_size) for _ in segments]
+            return [x_MD.new_empty(0, self.weights.head.outputs) for _ in segments]
         if len(rows) < len(x_MD):
             x_MD = x_MD[torch.tensor(rows, device=self.device)]
         sizes = [len(segment.tree) if segment.tree else 0 for segment in segments]

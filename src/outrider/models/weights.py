@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import ModelError
@@ -25,17 +26,26 @@ HEAD = "lm_head.weight"
 Progress = Callable[[str, float], None]
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, in fp32 (Zhang and Sennrich 1910.07467)."""
+    if weight.ndim == 1:
+        return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight)
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. Norm weights are fp32 and ready to multiply with, `None` for a norm it lacks.
 
     Attributes:
+        token_norm: of a draft head's layer, whose queries, keys and values are made of the normed
+            embedding of the row's token followed by the normed state.
         qkv: D -> (heads + 2 kv_heads) · H, queries first.
         qk_norm: [heads + kv_heads, H].
         gate_up: D -> 2 I, gate first.
     """
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Linear
     qk_norm: Tensor | None
     out: Linear
@@ -44,15 +54,19 @@ class LayerWeights:
     gate_up: Linear
     down: Linear
     mlp_after: Tensor | None
+    token_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A whole decoder: embedding [V, D], layers, final norm [D], head D -> V."""
+    """A whole decoder: embedding [V, D], layers, final norm [D], head D -> V.
+
+    A draft head may lack the final norm, and its head may have fewer outputs.
+    """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: Tensor | None
     head: Linear
 
     @property

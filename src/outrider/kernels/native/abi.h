@@ -29,12 +29,13 @@ struct Matrix {
 };
 
 struct Layer {
-  const float* attention_norm;  // [width]
+  const float* attention_norm;  // [width] or null: the states are normed already
+  const float* token_norm;      // [width] or null; see Pass.inputs
   const float* mlp_norm;        // [width]
   const float* query_norm;      // [head_dim] or null
   const float* key_norm;        // [head_dim] or null
   const float* qkv_bias;        // [(heads + 2 * kv_heads) * head_dim] or null
-  Matrix qkv;                   // rows: queries, keys, values
+  Matrix qkv;                   // rows: queries, keys, values; with token_norm k = 2 * width
   Matrix output;
   Matrix gate_up;               // columns interleaved: 16 of the gate, 16 of the up projection
   Matrix down;
@@ -47,7 +48,7 @@ struct Model {
   int32_t embedding_float32;  // 0: the embedding is bf16
   float epsilon, attention_scale;
   const Layer* layer;      // [layers]
-  const float* final_norm; // [width]
+  const float* final_norm; // [width] or null
   const void* embedding;   // [vocab, width]
   Matrix head;
 };
@@ -70,6 +71,10 @@ struct Pass {
   uint16_t* keys;             // bf16; position rows of head_dim are contiguous
   uint16_t* values;
   int64_t layer_stride, slot_stride, head_stride;
+  // [rows, width] states to start from, or null: the tokens' embeddings. A draft head's layer takes
+  // both: with a token_norm its queries, keys and values are made of the normed embedding followed
+  // by the normed state.
+  const float* inputs;
   float* logits;              // [logit_rows, vocab]
   float* features;            // [rows, feature_layers, width]
 };

@@ -162,7 +162,10 @@ struct Plan {
       halves |= m.kind == kBfloat16;
     };
     look(model.head);
-    for (const Layer& l : layers) look(l.qkv), look(l.output), look(l.gate_up), look(l.down);
+    for (const Layer& l : layers) {
+      look(l.qkv), look(l.output), look(l.gate_up), look(l.down);
+      widest = widest > l.qkv.k ? widest : l.qkv.k;
+    }
     threads.resize((size_t)count);
     do {
       arena.begin();
@@ -218,7 +221,7 @@ static int guarded(Body&& body) {
   }
 }
 
-EXPORT int outrider_abi_version() { return 1; }
+EXPORT int outrider_abi_version() { return 2; }
 
 // The instruction set in use, or an empty string where there is none for this machine.
 EXPORT const char* outrider_isa() { return chosen() ? chosen()->name : ""; }

@@ -76,20 +76,25 @@ struct Worker {
   }
 
   void embed() {
-    int width = model.width;
+    size_t width = model.width;
     own_rows(pass.rows, [&](int row) {
-      size_t at = (size_t)pass.tokens[row] * width;
-      float* to = job.hidden + (size_t)row * width;
-      if (model.embedding_float32) {
-        std::memcpy(to, (const float*)model.embedding + at, width * sizeof(float));
-        return;
-      }
-      const uint16_t* from = (const uint16_t*)model.embedding + at;
-      for (int i = 0; i < width; i++) {
-        uint32_t bits = (uint32_t)from[i] << 16;
-        std::memcpy(to + i, &bits, 4);
-      }
+      if (pass.inputs) std::memcpy(hidden(row), pass.inputs + row * width, width * sizeof(float));
+      else load_embedding(row, hidden(row));
     });
+  }
+
+  void load_embedding(int row, float* to) {
+    int width = model.width;
+    size_t at = (size_t)pass.tokens[row] * width;
+    if (model.embedding_float32) {
+      std::memcpy(to, (const float*)model.embedding + at, width * sizeof(float));
+      return;
+    }
+    const uint16_t* from = (const uint16_t*)model.embedding + at;
+    for (int i = 0; i < width; i++) {
+      uint32_t bits = (uint32_t)from[i] << 16;
+      std::memcpy(to + i, &bits, 4);
+    }
   }
 
   // Copies the states entering `layer` where they are wanted; no thread changes them before the
@@ -121,7 +126,22 @@ struct Worker {
   }
 
   const float* normed(const float* x, const float* weight) {
+    if (!weight) return x;
     rms_norm(x, weight, model.width, model.epsilon, mine.row);
+    return mine.row;
+  }
+
+  // What queries, keys and values of a row are made of.
+  const float* attention_input(const Layer& layer, int row) {
+    if (!layer.token_norm) return normed(hidden(row), layer.attention_norm);
+    int width = model.width;
+    float* state = mine.row + width;
+    load_embedding(row, mine.row);
+    rms_norm(mine.row, layer.token_norm, width, model.epsilon, mine.row);
+    if (layer.attention_norm)
+      rms_norm(hidden(row), layer.attention_norm, width, model.epsilon, state);
+    else
+      std::memcpy(state, hidden(row), width * sizeof(float));
     return mine.row;
   }
 
@@ -131,7 +151,7 @@ struct Worker {
     int heads = model.heads + 2 * model.kv_heads, dim = model.head_dim;
     int columns = heads * dim;
     Acts acts = activations(layer.qkv, pass.rows,
-                            [&](int row) { return normed(hidden(row), layer.attention_norm); });
+                            [&](int row) { return attention_input(layer, row); });
     auto store = [&](int block) {
       compute_block(layer.qkv, block, acts, pass.rows, [&](int row, F left, F right) {
         put(job.qkv + (size_t)row * columns, block * kBlock, columns, left, right);

@@ -1,0 +1,51 @@
+"""Linear layers of a draft head on the kernels of its target.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import native, quantised
+from outrider.kernels.linear import make_linear
+from outrider.kernels.native import pack
+from outrider.kernels.quantised import FloatWeight, Weight
+from outrider.models.native import NativeTransformer
+from outrider.models.transformer import Transformer
+
+Decoder = NativeTransformer | Transformer
+Tensors = Mapping[str, Tensor]
+Project = Callable[[Tensor], Tensor]
+
+
+def round_weight(weight_NK: Tensor, precision: str) -> Weight:
+    """A head's weight as it is held beside a target of ``precision``: int8 where that has int8 or
+    4 bits, since a head is small."""
+    match precision:
+        case "bf16":
+            return FloatWeight(weight_NK.bfloat16())
+        case "fp32":
+            return FloatWeight(weight_NK.float())
+        case _:
+            return quantised.to_int8(weight_NK.float())
+
+
+def projection(weight_NK: Tensor, target: Decoder, *, small: bool = False) -> Project:
+    """x Wᵀ, fp32 out.
+
+    Args:
+        small: round as `round_weight` does; otherwise to bf16 at most, since a target's raw states
+            are too uneven for int8 rows.
+    """
+    if isinstance(target, NativeTransformer):
+        precision = target.precision if small or target.precision == "fp32" else "bf16"
+        packed = pack(round_weight(weight_NK, precision))
+        return lambda x: native.linear(
+            x.float(), packed, threads=target.threads or torch.get_num_threads()
+        )
+    linear = make_linear(weight_NK.to(target.device, target.dtype))
+    return lambda x: linear(x.to(target.dtype)).float()

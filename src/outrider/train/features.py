@@ -1,0 +1,170 @@
+"""Hidden states of the target, cached in memory-mapped shards while it writes its answers.
+
+`FeatureStore` is a folder: shards of raw bf16 rows [R, F, D] and an index with one JSON line per
+sample, written after the rows, so that a run that was cut off loses at most the sample under way.
+`Recorder` is a drafter that guesses nothing and keeps the features that its sequences commit: the
+engine computes them anyway, so caching them costs no further pass.
+
+Shapes: R rows (tokens of a sample but its last), F features, D width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.core.tree import DraftTree
+from outrider.drafters.base import Commit, Needs, NodeBudget, SequenceView
+from outrider.errors import InvalidParameter
+from outrider.models.target import Segment, Target
+
+SHARD_ROWS = 1 << 18
+
+
+@dataclass(frozen=True)
+class _Place:
+    shard: int
+    start: int
+    rows: int
+
+
+class FeatureStore:
+    """Features by sample id.
+
+    Attributes:
+        folder: where they lie.
+        features: which hidden states, as `HeadConfig.features`.
+        width: D.
+    """
+
+    def __init__(self, folder: Path, *, features: tuple[int, ...], width: int) -> None:
+        self.folder = folder
+        self.features = features
+        self.width = width
+        folder.mkdir(parents=True, exist_ok=True)
+        self._index = folder / "index.jsonl"
+        self._check_header()
+        self._places: dict[str, _Place] = {}
+        self._maps: dict[int, np.memmap[tuple[int, ...], np.dtype[np.int16]]] = {}
+        self._load()
+
+    @property
+    def row_bytes(self) -> int:
+        return len(self.features) * self.width * 2
+
+    def _check_header(self) -> None:
+        header = {"features": list(self.features), "width": self.width}
+        path = self.folder / "features.json"
+        if not path.exists():
+            path.write_text(json.dumps(header))
+        elif json.loads(path.read_text()) != header:
+            raise InvalidParameter(
+                f"{self.folder} holds other features ({path.read_text().strip()}); "
+                "use another folder"
+            )
+
+    def _load(self) -> None:
+        if self._index.exists():
+            text = self._index.read_text("utf-8")
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                self._index.write_text(whole, "utf-8")
+            for line in whole.splitlines():
+                entry = json.loads(line)
+                self._places[entry["id"]] = _Place(entry["shard"], entry["start"], entry["rows"])
+        places = self._places.values()
+        self._shard = max((p.shard for p in places), default=0)
+        ends = [p.start + p.rows for p in places if p.shard == self._shard]
+        self._rows = max(ends, default=0)
+
+    def __contains__(self, sample: str) -> bool:
+        return sample in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all samples together."""
+        return sum(place.rows for place in self._places.values())
+
+    def add(self, sample: str, rows_RFD: Tensor) -> None:
+        """Keep the features of a sample."""
+        if rows_RFD.shape[1:] != (len(self.features), self.width):
+            raise InvalidParameter(f"features of shape {list(rows_RFD.shape)} do not fit the store")
+        if self._rows >= SHARD_ROWS:
+            self._shard, self._rows = self._shard + 1, 0
+        path = self.folder / f"shard-{self._shard:04d}.bf16"
+        with path.open("r+b" if path.exists() else "w+b") as file:
+            file.seek(self._rows * self.row_bytes)
+            file.write(rows_RFD.bfloat16().contiguous().view(torch.int16).numpy().tobytes())
+        place = _Place(self._shard, self._rows, len(rows_RFD))
+        with self._index.open("a", encoding="utf-8") as index:
+            index.write(json.dumps({"id": sample, **vars(place)}) + "\n")
+        self._places[sample] = place
+        self._rows += len(rows_RFD)
+
+    def get(self, sample: str) -> Tensor:
+        """[R, F, D] in bf16, straight from the mapping."""
+        place = self._places[sample]
+        shape = (-1, len(self.features), self.width)
+        found = self._maps.get(place.shard)
+        if found is None or (place.start + place.rows) * self.row_bytes > found.nbytes:
+            path = self.folder / f"shard-{place.shard:04d}.bf16"
+            found = np.memmap(path, dtype=np.int16, mode="r")
+            self._maps[place.shard] = found
+        rows = found.reshape(shape)[place.start : place.start + place.rows]
+        return torch.from_numpy(np.array(rows)).view(torch.bfloat16)
+
+
+class Recorder:
+    """A drafter that guesses nothing and remembers the features of its sequences."""
+
+    name = "recorder"
+
+    def __init__(self, features: tuple[int, ...]) -> None:
+        self.needs = Needs(layers=features)
+        self._rows: dict[int, list[Tensor]] = {}
+        self._done: dict[tuple[int, ...], Tensor] = {}
+        self._tokens: dict[int, list[int]] = {}
+
+    def observe(self, commits: Sequence[Commit]) -> None:
+        for commit in commits:
+            self._tokens.setdefault(commit.sequence, []).extend(commit.tokens)
+            if commit.features is not None:
+                rows = commit.features.bfloat16()
+                self._rows.setdefault(commit.sequence, []).append(rows)
+
+    def propose(
+        self, views: Sequence[SequenceView], budgets: Sequence[NodeBudget]
+    ) -> list[DraftTree]:
+        return [DraftTree.root_only(view.root) for view in views]
+
+    def forget(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            tokens, rows = self._tokens.pop(sequence, []), self._rows.pop(sequence, [])
+            if rows:
+                self._done[tuple(tokens)] = torch.cat(rows)
+
+    def take(self, tokens: tuple[int, ...]) -> Tensor:
+        """The features [R, F, D] of a finished sequence; handed out once."""
+        return self._done.pop(tokens)
+
+
+@torch.no_grad()
+def compute_features(
+    target: Target, sequences: Sequence[Sequence[int]], features: tuple[int, ...]
+) -> list[Tensor]:
+    """[R, F, D] for each sequence in one pass, R its tokens but the last."""
+    longest = max(map(len, sequences))
+    cache = target.new_cache(slots=len(sequences), length=longest + 1)
+    segments = [Segment(slot, tuple(tokens[:-1])) for slot, tokens in enumerate(sequences)]
+    found = target.forward(segments, cache, features=features).features
+    assert found is not None  # features were asked for
+    return list(found)

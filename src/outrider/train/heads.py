@@ -1,0 +1,231 @@
+"""Draft heads as they are trained: the same arithmetic as at run time, over whole sequences.
+
+`HeadModule` holds a head's tensors under their canonical names (`models/heads/config.py`) as
+parameters in fp32. `unroll` is EAGLE-3's training-time test: step s feeds the head its own output
+of step s - 1 and the true token, so that it learns to go on from its own guesses. It knows nothing
+of data, losses or optimisers.
+
+Row i of a sequence takes token i + 1 and the target's state at i; at step s the same row stands for
+position i + s: it takes token i + 1 + s and its own last state, sees the first step's keys up to
+row i and of later steps its own row only (arXiv 2503.01840, section 3.2).
+
+Shapes: B sequences, L rows, F features, D target width, H head width, N query heads, K key heads,
+E head size, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.models.heads.config import HeadConfig
+from outrider.models.rope import Rope
+
+ATTENTION = "layers.0.self_attn."
+MLP = "layers.0.mlp."
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What a head borrows from its target and never changes.
+
+    Attributes:
+        embedding: [V, D].
+        norm: the final norm's weight [D].
+        norm_eps: its epsilon.
+        head: rows of the target's head for the draft vocabulary [W, D].
+    """
+
+    embedding: Tensor
+    norm: Tensor
+    norm_eps: float
+    head: Tensor
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis in fp32."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+
+
+class HeadModule(nn.Module):
+    """A head's parameters and one step of it."""
+
+    def __init__(self, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.config = config
+        self._names = {name: name.replace(".", "__") for name in config.shapes()}
+        for name, plain in self._names.items():
+            self.register_parameter(plain, nn.Parameter(tensors[name].detach().float().clone()))
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter by its canonical name."""
+        parameter: Tensor = getattr(self, self._names[name])
+        return parameter
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters, detached, by canonical name."""
+        return {name: self.tensor(name).detach().clone() for name in self._names}
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.tensor(f"{name}.weight"))
+
+    # -- EAGLE --------------------------------------------------------------------------------
+
+    def fuse(self, features_BLFD: Tensor, embedded_BLD: Tensor) -> Tensor:
+        """The head's first state [B, L, H] from the target's features."""
+        config = self.config
+        if config.kind == "eagle":
+            joined = torch.cat((embedded_BLD, features_BLFD[..., 0, :]), -1)
+            return self.linear(joined, "fc") + self.tensor("fc.bias")
+        if config.fc_norm:
+            states = [
+                rms(features_BLFD[..., i, :], self.tensor(f"fc_norm.{i}.weight"), config.norm_eps)
+                for i in range(features_BLFD.shape[2])
+            ]
+            return self.linear(torch.cat(states, -1), "fc")
+        joined = features_BLFD.flatten(2)
+        if config.norm_before_fc:
+            joined = rms(joined, self.tensor("input_norm.weight"), config.norm_eps)
+        return self.linear(joined, "fc")
+
+    def attention_input(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What q, k and v are made of, and the residual stream."""
+        config, eps = self.config, self.config.norm_eps
+        if config.kind == "eagle":
+            return state, state
+        token = rms(embedded, self.tensor("layers.0.input_layernorm.weight"), eps)
+        if config.token_residual:
+            state = state + self.linear(token, "token_residual")
+        normed = rms(state, self.tensor("layers.0.hidden_norm.weight"), eps)
+        residual = normed if config.norm_before_residual else state
+        return torch.cat((token, normed), -1), residual
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The layer's second half, residual included."""
+        eps = self.config.norm_eps
+        y = rms(x, self.tensor("layers.0.post_attention_layernorm.weight"), eps)
+        gated = F.silu(self.linear(y, f"{MLP}gate_proj")) * self.linear(y, f"{MLP}up_proj")
+        return x + self.linear(gated, f"{MLP}down_proj")
+
+    def outputs(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What goes into the head, and what is fed to the next step."""
+        if self.config.kind == "eagle":
+            return state, state
+        normed = rms(state, self.tensor("norm.weight"), self.config.norm_eps)
+        return normed, normed if self.config.norm_output else state
+
+    def logits(self, normed: Tensor, frozen: Frozen) -> Tensor:
+        """[.., W] over the draft vocabulary."""
+        if self.config.kind == "eagle":
+            return F.linear(normed, frozen.head)
+        return self.linear(normed, "lm_head")
+
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, L, N, E], keys and values [B, L, K, E]."""
+        q, k, v = (self.linear(x, f"{ATTENTION}{name}_proj") for name in "qkv")
+        size = self.config.head_dim
+        return split(q, size), split(k, size), split(v, size)
+
+    def rotation(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [C, 1, E] for positions 0 .. length."""
+        if length not in self._tables:
+            rope = Rope(self.config.rope_theta, self.config.head_dim)
+            cos, sin = rope.tables(length)
+            self._tables[length] = cos[:, None], sin[:, None]
+        return self._tables[length]
+
+    # -- Medusa -------------------------------------------------------------------------------
+
+    def medusa_state(self, head: int, state: Tensor) -> Tensor:
+        """The residual blocks of one head (arXiv 2401.10774, section 2.1.1)."""
+        for layer in range(self.config.medusa_layers):
+            name = f"blocks.{head}.layers.{layer}"
+            state = state + F.silu(self.linear(state, name) + self.tensor(f"{name}.bias"))
+        return state
+
+
+def split(x: Tensor, size: int) -> Tensor:
+    """The last axis [.. N * E] as two, [.., N, E]."""
+    return x.view(*x.shape[:-1], -1, size)
+
+
+def rotate(x_BLNE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions; `sin` is signed, as `Rope.tables` gives it."""
+    return x_BLNE * cos + x_BLNE.roll(x_BLNE.shape[-1] // 2, -1) * sin
+
+
+def unroll(
+    module: HeadModule, frozen: Frozen, tokens_BL1: Tensor, features_BLFD: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """What goes into the head, [B, L, H], at each step of the training-time test.
+
+    Args:
+        tokens_BL1: [B, L + 1]; row i takes token i + 1. Beyond the end tokens are 0.
+        steps: 1 is training without it.
+    """
+    config = module.config
+    length = features_BLFD.shape[1]
+    group = config.heads // config.kv_heads
+    scale = 1.0 / math.sqrt(config.head_dim)
+    padded = F.pad(tokens_BL1[:, 1:], (0, steps))
+    cos, sin = module.rotation(config.context_length + steps)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    if config.window:
+        near = torch.ones(length, length, dtype=torch.bool).triu(1 - config.window)
+        near[:, : config.sinks] = True
+        causal &= near
+    mask = torch.zeros(length, length).masked_fill_(~causal, -math.inf)
+    first_keys = first_values = None
+    later: list[tuple[Tensor, Tensor]] = []
+    state = None
+    for step in range(steps):
+        embedded = F.embedding(padded[:, step : step + length], frozen.embedding)
+        if state is None or config.kind == "eagle":
+            source = features_BLFD if state is None else state[:, :, None]
+            state = module.fuse(source, embedded)
+        x, residual = module.attention_input(embedded, state)
+        q, k, v = module.split_heads(x)
+        turn = slice(step, step + length)
+        q, k = rotate(q, cos[turn], sin[turn]), rotate(k, cos[turn], sin[turn])
+        q = q.view(*q.shape[:2], config.kv_heads, group, -1)  # [B, L, K, G, E]
+        if first_keys is None:
+            first_keys, first_values = k, v
+        else:
+            later.append((k, v))
+        mixed = _attend(q, first_keys, first_values, later, mask, scale)
+        state = module.mlp(residual + module.linear(mixed.flatten(2), f"{ATTENTION}o_proj"))
+        normed, state = module.outputs(state)
+        yield normed
+
+
+def _attend(
+    q_BLKGE: Tensor,
+    k_BLKE: Tensor,
+    v_BLKE: Tensor | None,
+    later: list[tuple[Tensor, Tensor]],
+    mask_LL: Tensor,
+    scale: float,
+) -> Tensor:
+    """[B, L, K, G, E]: the first step's keys causally, later steps' on the row itself."""
+    assert v_BLKE is not None
+    batch, length, kv, group, size = q_BLKGE.shape
+    q = q_BLKGE.permute(0, 2, 3, 1, 4).reshape(batch, kv, group * length, size)
+    k, v = k_BLKE.transpose(1, 2), v_BLKE.transpose(1, 2)
+    scores = (q @ k.transpose(-1, -2)).view(batch, kv, group, length, length).float() * scale
+    scores = scores + mask_LL
+    own = [(q_BLKGE * key[:, :, :, None]).sum(-1).permute(0, 2, 3, 1) for key, _ in later]
+    if own:
+        scores = torch.cat((scores, torch.stack(own, -1).float() * scale), -1)
+    weights = torch.softmax(scores, -1).to(v.dtype)
+    mixed = (weights[..., :length].flatten(2, 3) @ v).view(batch, kv, group, length, size)
+    mixed = mixed.permute(0, 3, 1, 2, 4)
+    for index, (_, value) in enumerate(later):
+        weight = weights[..., length + index].permute(0, 3, 1, 2)[..., None]
+        mixed = mixed + weight * value[:, :, :, None]
+    return mixed

@@ -1,0 +1,115 @@
+"""EAGLE heads: what is trained is what is served, on both kernels, for chains and trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from heads_fakes import (
+    draft_tokens,
+    head_config,
+    head_rows,
+    random_head,
+    tiny_target,
+)
+from torch import Tensor
+
+from outrider.core.tree import DraftTree
+from outrider.models.heads.config import HeadConfig
+from outrider.models.heads.eagle import EagleModel
+from outrider.models.target import Segment
+from outrider.train.features import compute_features
+from outrider.train.heads import Frozen, HeadModule, rms, unroll
+
+VARIANTS = {
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {}),
+    "eagle3-residual": ("eagle3", {"norm_before_residual": True}),
+    "eagle3-before-fc": ("eagle3", {"norm_before_fc": True}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+    "token-residual": ("eagle3", {"token_residual": True}),
+}
+STEPS = 4
+
+
+def variant(name: str) -> HeadConfig:
+    kind, changes = VARIANTS[name]
+    return head_config(kind, **changes)
+
+
+def trained_logits(
+    config: HeadConfig, tensors: dict[str, Tensor], tokens: Tensor, features: Tensor
+) -> list[Tensor]:
+    """[L, W] per step of the training-time test, in fp32."""
+    target = tiny_target("torch")
+    frozen = Frozen(
+        target.weights.embedding, target.weights.norm, target.config.norm_eps, head_rows(target)
+    )
+    states = features[None]
+    if config.kind == "eagle":
+        states = rms(features[:, 0], frozen.norm, frozen.norm_eps)[None, :, None]
+    module = HeadModule(config, tensors)
+    steps = unroll(module, frozen, tokens[None], states, STEPS)
+    return [module.logits(normed, frozen)[0].detach() for normed in steps]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_served_chain_equals_training_time_test(name: str, kernels: str) -> None:
+    """Row r at step s of training is the s-th guess after r true rows at run time."""
+    config, target = variant(name), tiny_target(kernels)
+    tensors = random_head(config)
+    tokens = torch.randint(0, 97, (14,), generator=torch.Generator().manual_seed(1))
+    [features] = compute_features(target, [tokens.tolist()], config.features)
+    wanted = trained_logits(config, tensors, tokens, features)
+    model = EagleModel(config, tensors, target, head_rows(target))
+    fused = model.fuse(features)
+    row = 7  # takes token 8; its guess for token 9 is step 0
+    cache = model.new_cache(slots=1, length=64)
+    states = fused[: row + 1]
+    for step in range(STEPS):
+        guessed = tokens[row + 1 : row + 2 + step].tolist()
+        tree = DraftTree.chain(guessed)
+        segment = Segment(0, tuple(tokens[1 : row + 1].tolist()), tree)
+        passed = model.forward([segment], states, cache)
+        cache.keep(0, ())
+        torch.testing.assert_close(
+            passed.logits[0][-1].float(), wanted[step][row], rtol=2e-2, atol=2e-2
+        )
+        states = torch.cat((states, passed.states[0][-1:]))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_tree_row_sees_its_path_only(kernels: str) -> None:
+    """A node's logits in a tree are those of its path alone."""
+    config, target = variant("eagle3"), tiny_target(kernels)
+    tensors = random_head(config)
+    model = EagleModel(config, tensors, target, None)
+    prefix = (5, 9, 11)
+    fused = torch.randn(4, config.width, generator=torch.Generator().manual_seed(3))
+    cache = model.new_cache(slots=1, length=64)
+    chain = DraftTree.chain((2, 7))
+    alone = model.forward([Segment(0, prefix, DraftTree.root_only(2))], fused, cache)
+    cache.keep(0, ())
+    states = torch.cat((fused, alone.states[0]))
+    want = model.forward([Segment(0, prefix, chain)], states, cache).logits[0][-1]
+    cache.keep(0, ())
+    tree = DraftTree((2, 8, 7, 4), (-1, 0, 0, 1))
+    states = torch.cat((fused, alone.states[0].expand(2, -1), torch.zeros(1, config.width)))
+    found = model.forward([Segment(0, prefix, tree)], states, cache).logits[0][2]
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_check_of_wiring_can_fail() -> None:
+    """Feeding the raw state where EAGLE-3.1 feeds the normed one is seen."""
+    config = variant("eagle3.1")
+    tensors = random_head(config)
+    tokens = torch.arange(14)
+    features = torch.randn(13, 3, 64, generator=torch.Generator().manual_seed(2))
+    right = trained_logits(config, tensors, tokens, features)
+    wrong = trained_logits(head_config("eagle3", fc_norm=True), tensors, tokens, features)
+    assert torch.equal(right[0], wrong[0])
+    assert (right[1] - wrong[1]).abs().max() > 0.1
+
+
+def test_draft_vocabulary_is_even() -> None:
+    assert len(draft_tokens()) == head_config().draft_vocab_size
