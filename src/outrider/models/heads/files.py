@@ -70,7 +70,7 @@ class Head:
             everything else is as it was stored.
         provenance: how it was made (data, seeds, commits, licences), a JSON object.
         layout: what it was read from.
-        stored: the dtype of its matrices on disk, or "int8".
+        stored: the dtype of its matrices on disk ("bfloat16", ...), or "int8".
         notes: what a reader should know, one line each.
     """
 
@@ -78,7 +78,7 @@ class Head:
     tensors: Tensors
     provenance: dict[str, Any] = field(default_factory=dict)
     layout: Layout = "native"
-    stored: str = "fp32"
+    stored: str = "float32"
     notes: tuple[str, ...] = ()
 
 
@@ -464,7 +464,8 @@ def _publish(
             _write_json(temporary / PROVENANCE, provenance)
         # other tools read no file without this mark
         save_file(tensors, temporary / SINGLE, metadata={"format": "pt"})
-        temporary.chmod(0o755)  # a temporary folder is its maker's alone
+        (temporary / SINGLE).chmod(0o644)  # what is made as temporary is its maker's alone
+        temporary.chmod(0o755)
         temporary.rename(final)
     except (OSError, SafetensorError) as error:
         # safetensors gives the reason as text alone
