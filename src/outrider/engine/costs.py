@@ -23,6 +23,7 @@ from outrider.models.cache import KVCache
 from outrider.models.target import Segment, Target
 
 ROWS = (1, 2, 4, 8, 16, 32)
+MANY_ROWS = (*ROWS, 64, 128)  # for engines whose batches get there without a guess
 CONTEXT = 128  # committed rows while measuring
 REPEATS = 7
 
@@ -42,7 +43,8 @@ def measure(
 
     Uses ``slot``, which must be free, and leaves it empty.
     """
-    context = min(CONTEXT, target.context_length // 2)
+    most = min(cache.capacity, target.context_length) - max(rows)
+    context = max(1, min(CONTEXT, target.context_length // 2, most))
     token = 1 % target.vocab_size
     target.forward([Segment(slot, (token,) * context)], cache)
     cache.keep(slot, range(context))
@@ -60,15 +62,20 @@ def measure(
 
 
 def cached_costs(target: Target, cache: KVCache, *, slot: int, folder: Path) -> CostTable:
-    """The cost table from ``folder``, measured first where it is not there yet."""
+    """The cost table from ``folder``, measured first where it is not there yet.
+
+    Engines with many slots get figures for larger batches as well.
+    """
+    most = min(cache.capacity, target.context_length)
+    rows = [n for n in (ROWS if cache.slots < 8 else MANY_ROWS) if n < most] or [1]
     path = folder / f"{_key(target, cache)}.json"
     try:
         stored = {int(n): float(ms) for n, ms in json.loads(path.read_text())["verify_ms"].items()}
-        if set(stored) >= set(ROWS):
+        if set(stored) >= set(rows):
             return CostTable(stored)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         pass  # absent or damaged: measure again
-    table = CostTable(measure(target, cache, slot=slot))
+    table = CostTable(measure(target, cache, slot=slot, rows=rows))
     _store(path, table)
     return table
 

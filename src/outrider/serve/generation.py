@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.engine import Completion, Update
 from outrider.serve.errors import ApiError, from_engine, internal, overloaded
@@ -86,7 +86,7 @@ class Generation:
         news = _taken(self._group)
         for index, update in news:
             self._check(index, update)
-        return news
+        return merged(news)
 
     async def _wait(self, group: Group, stream: EventStream | None) -> None:
         limits = self.service.config.limits
@@ -141,3 +141,21 @@ def _taken(group: Group) -> News:
 
 def _outcome(completions: Sequence[Completion]) -> str:
     return "length" if any(c.finish_reason == "length" for c in completions) else "stop"
+
+
+def merged(news: News) -> News:
+    """One update per sequence: what came together is told together."""
+    found: dict[int, Update] = {}
+    for index, update in news:
+        before = found.get(index)
+        found[index] = (
+            update
+            if before is None
+            else replace(
+                update,
+                tokens=before.tokens + update.tokens,
+                text=before.text + update.text,
+                logprobs=before.logprobs + update.logprobs,
+            )
+        )
+    return list(found.items())

@@ -1,0 +1,146 @@
+"""`outrider serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli import options
+from outrider.cli.session import Session, check_drafter
+from outrider.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from outrider.serve.config import ServerConfig
+
+What = Annotated[
+    str | None, typer.Argument(help="A model, or a YAML file that describes the whole server.")
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        "-d",
+        help="Serve one speculative profile of this drafter, as the default beside baseline.",
+    ),
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")]
+AdminPort = Annotated[
+    int | None, typer.Option(help="Serve /metrics on this port of its own, not with the API.")
+]
+Slots = Annotated[int | None, typer.Option(help="Requests that run at once. Default: 16.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log lines are JSON objects.")]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
+HashKey = Annotated[
+    bool, typer.Option("--hash-key", help="Read an API key from stdin, print its hash, and end.")
+]
+
+
+def serve(
+    context: typer.Context,
+    what: What = None,
+    drafter: Drafter = None,
+    host: Host = None,
+    port: Port = None,
+    admin_port: AdminPort = None,
+    slots: Slots = None,
+    context_length: options.Context = None,
+    weights: Annotated[str | None, typer.Option(help="Precision, as for generate.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    exact: options.Exact = False,
+    threads: options.Threads = None,
+    log_level: LogLevel = None,
+    log_json: LogJson = False,
+    hash_key: HashKey = False,
+) -> None:
+    """Serve a model to OpenAI clients; Ctrl-C finishes what is under way and ends."""
+    session: Session = context.obj
+    if hash_key:
+        _print_hash(session)
+        return
+    if what is None:
+        raise InvalidParameter("nothing to serve; name a model or a YAML file")
+    given = {
+        "host": host,
+        "port": port,
+        "admin_port": admin_port,
+        "weights": weights,
+        "device": device,
+        "exact": exact or None,
+        "log_level": log_level,
+        "log_json": log_json or None,
+    }
+    engine = {"slots": slots, "context": context_length}
+    config = configuration(what, drafter=drafter, given=given, engine=engine)
+    for profile in config.profiles.values():
+        check_drafter(profile.drafter)
+    _run(session, config, threads=threads)
+
+
+def configuration(
+    what: str, *, drafter: str | None, given: dict[str, Any], engine: dict[str, Any]
+) -> ServerConfig:
+    """The server's configuration: a file's or a model's, with what the command line says on top.
+
+    Raises:
+        InvalidParameter: the file or an option is wrong.
+    """
+    from outrider.serve.config import load_config, make_config
+    from outrider.serve.keys import keys_from_environment
+
+    from_file = Path(what).suffix in (".yaml", ".yml")
+    values: dict[str, Any] = {"target": what}
+    if from_file:
+        values = load_config(Path(what)).model_dump(mode="json", exclude_unset=True)
+    values |= {name: value for name, value in given.items() if value is not None}
+    said = {name: value for name, value in engine.items() if value is not None}
+    values["engine"] = {**values.get("engine", {}), **said}
+    if drafter is not None:
+        name = drafter.partition(":")[0].replace("_", "-")
+        profiles = values.setdefault("profiles", {})
+        profiles[name] = {**profiles.get(name, {}), "drafter": drafter}
+        values["default_profile"] = name
+    keys = [key.model_dump() for key in keys_from_environment()]
+    if keys:
+        values["keys"] = [*values.get("keys", ()), *keys]
+    return make_config(values, source=what if from_file else "options")
+
+
+def _print_hash(session: Session) -> None:
+    from outrider.serve.keys import hash_key
+
+    key = typer.get_text_stream("stdin").readline().strip()
+    if len(key) < 8:
+        raise InvalidParameter("the key on stdin has fewer than 8 characters; use a longer one")
+    session.out.print(hash_key(key), markup=False)
+
+
+def _run(session: Session, config: ServerConfig, *, threads: int | None) -> None:
+    import asyncio
+
+    from outrider.serve.logs import set_up_logs
+    from outrider.serve.run import serve as serve_until_told
+    from outrider.serve.service import Service
+
+    loaded = session.model(
+        config.target,
+        weights=config.weights,
+        device=config.device,
+        exact=config.exact,
+        threads=threads,
+    )
+    set_up_logs(level=config.log_level, as_json=config.log_json)
+    service = Service(config, loaded)
+    names = ", ".join(f"{config.served_name}@{p}" for p in config.profile_names)
+    session.err.print(f"models: {config.served_name} = @{config.default}; {names}", markup=False)
+    if not config.keys and config.host not in ("127.0.0.1", "localhost", "::1"):
+        session.err.print(
+            f"warning: {config.host} is open to others and no keys are set", markup=False
+        )
+
+    def listening(address: str) -> None:
+        session.err.print(f"listening on {address}", markup=False)
+
+    asyncio.run(serve_until_told(service, listening=listening))

@@ -1,0 +1,137 @@
+"""Binds ports and serves until told to stop: uvicorn around the ASGI apps.
+
+On the first signal the server takes no more connections and finishes what is under way, up to its
+drain time; what runs longer is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Generator
+
+import uvicorn
+
+from outrider.errors import OutriderError
+from outrider.serve.app import App
+from outrider.serve.config import ServerConfig
+from outrider.serve.service import Service
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 30  # of an idle connection
+
+
+class CannotListen(OutriderError):
+    """A port could not be bound."""
+
+    exit_code = 3
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to us: two of them run in one process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, also where 0 was asked for."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+
+async def serve(
+    service: Service, *, listening: Callable[[str], None], signals: bool = True
+) -> None:
+    """Serve until a signal comes or the task is cancelled.
+
+    Args:
+        service: what stands behind the API; it is started here and stopped at the end.
+        listening: told each address once it listens.
+        signals: SIGINT and SIGTERM end the server.
+
+    Raises:
+        CannotListen: a port is taken or not allowed.
+    """
+    config = service.config
+    service.start()
+    servers = [_Server(_settings(config, App(service), config.host, config.port))]
+    if config.admin_port is not None:
+        admin = _settings(config, App(service, admin=True), config.admin_host, config.admin_port)
+        servers.append(_Server(admin))
+    if signals:
+        _heed_signals(servers)
+    tasks = [asyncio.create_task(_serve_one(server)) for server in servers]
+    try:
+        await _announce(servers, tasks, config, listening)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        service.draining = True
+        for server in servers:
+            server.should_exit = True
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(service.stop)
+        for result in results:
+            if isinstance(result, CannotListen):
+                raise result
+
+
+def _heed_signals(servers: list[_Server]) -> None:
+    """The first signal begins to drain, the second gives up what is still under way."""
+
+    def end() -> None:
+        for server in servers:
+            server.force_exit = server.should_exit
+            server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+
+
+async def _serve_one(server: _Server) -> None:
+    try:
+        await server.serve()
+    except SystemExit:  # how uvicorn says that it cannot bind
+        address = f"{server.config.host}:{server.config.port}"
+        raise CannotListen(f"{address} cannot be listened on; choose another port") from None
+
+
+async def _announce(
+    servers: list[_Server],
+    tasks: list[asyncio.Task[None]],
+    config: ServerConfig,
+    listening: Callable[[str], None],
+) -> None:
+    while not all(server.started for server in servers):
+        if any(task.done() for task in tasks):
+            return
+        await asyncio.sleep(0.01)
+    scheme = "https" if config.tls else "http"
+    for server in servers:
+        listening(f"{scheme}://{server.config.host}:{server.port}")
+
+
+def _settings(config: ServerConfig, app: App, host: str, port: int) -> uvicorn.Config:
+    limits, tls = config.limits, config.tls
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=limits.header_bytes,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(limits.drain_s),
+        ssl_certfile=None if tls is None else str(tls.certificate),
+        ssl_keyfile=None if tls is None else str(tls.key),
+    )
