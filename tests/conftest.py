@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ class FakeModel:
 
     target: Target
     tokenizer: ByteTokenizer
+    source: Path = Path("fake")
 
 
 @dataclass(frozen=True)

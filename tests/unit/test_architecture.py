@@ -41,6 +41,8 @@ SAMPLING_HOME = "core/sampling.py"
 SAMPLING_CALLS = {"softmax", "log_softmax", "multinomial", "argmax", "gumbel_softmax"}
 SAMPLING_ALLOWED = {
     "core/noise.py": {"argmax"},  # over arrival times, in numpy
+    "train/losses.py": {"log_softmax", "argmax"},  # losses and curves; nothing is sampled there
+    "train/heads.py": {"softmax"},  # attention's, over keys
     "evaluate/statistics.py": {"multinomial"},  # counts of a bootstrap over clusters
 }
 SOFTMAX_OVER_KEYS = "models/"  # attention's softmax runs over keys, not over a vocabulary

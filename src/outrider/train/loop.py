@@ -23,13 +23,22 @@ from torch import Tensor
 
 from outrider.errors import InvalidParameter, TrainingFailed
 from outrider.models.heads.config import HeadConfig
+from outrider.train import checkpoint
 from outrider.train.batches import Batch, epochs, make_batch, plan_batches
 from outrider.train.features import FeatureStore
 from outrider.train.heads import Frozen, HeadModule, rms, unroll
-from outrider.train.losses import LossKind, feature_loss, hard_loss, soft_loss
+from outrider.train.losses import (
+    LossKind,
+    agreement_of,
+    feature_loss,
+    first_choice,
+    hard_loss,
+    soft_loss,
+)
 from outrider.train.samples import Sample
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT = "checkpoint.safetensors"
+BEST = "best.safetensors"
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,7 @@ class Trainer:
         weights = [self.config.decay**s for s in range(len(losses))]
         total = sum((w * v for w, v in zip(weights, losses, strict=True)), torch.zeros(()))
         total = total / sum(weights)
-        value = float(total)
+        value = total.item()
         if not math.isfinite(value):
             raise TrainingFailed(
                 f"the loss is {value} at step {self.step}; the checkpoint of "
@@ -225,7 +234,7 @@ class Trainer:
         meter.rows += batch.rows
         meter.seconds += time.perf_counter() - begin
         meter.losses.append(value)
-        meter.by_step.append([float(v) for v in losses])
+        meter.by_step.append([v.item() for v in losses])
         meter.agreement.append(agreement)
 
     # -- losses -------------------------------------------------------------------------------
@@ -252,7 +261,7 @@ class Trainer:
                 loss = loss + config.feature_weight * feature_loss(normed[rows], truth).mean()
             found.append(loss)
             with torch.no_grad():
-                agreement.append(float((guess.argmax(-1) == wanted.argmax(-1)).float().mean()))
+                agreement.append(agreement_of(guess, first_choice(wanted)))
         return found, agreement
 
     def _medusa_losses(self, batch: Batch) -> tuple[list[Tensor], list[float]]:
@@ -268,7 +277,7 @@ class Trainer:
             wanted = self._draft_id[batch.tokens[which, guessed]]
             found.append(hard_loss(guess, wanted).mean())
             with torch.no_grad():
-                agreement.append(float((guess.argmax(-1) == wanted).float().mean()))
+                agreement.append(agreement_of(guess, wanted))
         return found, agreement
 
     # -- reports and checkpoints --------------------------------------------------------------
@@ -301,36 +310,35 @@ class Trainer:
         self._log({"kind": "evaluate", "step": self.step, **figures})
         if figures["acceptance_length"] > self.best.get("acceptance_length", 0.0):
             self.best = {"step": float(self.step), **figures}
-            save_tensors(self.folder / "best.pt", self.module.tensors())
+            checkpoint.save(self.folder / BEST, self.module.tensors(), self.best)
 
     def save(self) -> None:
         """Write a checkpoint; the former one stays until the new one is whole."""
-        state = {
+        facts = {
             "step": self.step,
             "best": self.best,
-            "config": json.dumps(asdict(self.config), sort_keys=True),
+            "config": asdict(self.config),
             "head": repr(self.module.config),
-            "tensors": self.module.tensors(),
-            "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
         }
-        save_tensors(self.folder / CHECKPOINT, state)
+        tensors = {f"head.{name}": value for name, value in self.module.tensors().items()}
+        tensors |= checkpoint.optimiser_tensors(self._optimisers)
+        checkpoint.save(self.folder / CHECKPOINT, tensors, facts)
 
     def _resume(self) -> None:
         path = self.folder / CHECKPOINT
         if not path.exists():
             return
-        state = torch.load(path, weights_only=True)
-        mine = json.dumps(asdict(self.config), sort_keys=True)
-        if state["config"] != mine or state["head"] != repr(self.module.config):
+        tensors, facts = checkpoint.load(path)
+        mine = json.loads(json.dumps(asdict(self.config)))
+        if facts["config"] != mine or facts["head"] != repr(self.module.config):
             raise InvalidParameter(
                 f"{path} belongs to a run with other settings; use another folder"
             )
-        self.step, self.best = state["step"], state["best"]
+        self.step, self.best = facts["step"], facts["best"]
         with torch.no_grad():
-            for name, value in state["tensors"].items():
-                self.module.tensor(name).copy_(value)
-        for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
+            for name in self.module.config.shapes():
+                self.module.tensor(name).copy_(tensors[f"head.{name}"])
+        checkpoint.restore_optimisers(self._optimisers, tensors)
 
 
 class _Teacher:
@@ -368,13 +376,6 @@ def schedule(step: int, steps: int, config: TrainConfig) -> float:
         return (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)
     return config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-
-def save_tensors(path: Path, content: object) -> None:
-    """`torch.save` that leaves the former file until the new one is whole."""
-    fresh = path.with_suffix(".new")
-    torch.save(content, fresh)
-    fresh.replace(path)
 
 
 def _one_epoch(samples: Sequence[Sample], config: TrainConfig) -> Iterator[list[int]]:

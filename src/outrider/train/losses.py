@@ -35,3 +35,13 @@ def hard_loss(logits_NW: Tensor, tokens_N: Tensor) -> Tensor:
 def feature_loss(state_ND: Tensor, target_ND: Tensor) -> Tensor:
     """[N] smooth L1 between a predicted and the true feature (EAGLE-1, arXiv 2401.15077)."""
     return F.smooth_l1_loss(state_ND.float(), target_ND.float(), reduction="none").mean(-1)
+
+
+def first_choice(logits_NW: Tensor) -> Tensor:
+    """[N] the likeliest token of each row."""
+    return logits_NW.argmax(-1)
+
+
+def agreement_of(logits_NW: Tensor, wanted_N: Tensor) -> float:
+    """How often the likeliest token is the wanted one; teacher-forced, so good for curves only."""
+    return float((first_choice(logits_NW) == wanted_N).float().mean())

@@ -117,7 +117,7 @@ class Writer:
 
 def read_prompts(path: Path) -> list[TrainPrompt]:
     """Prompts from JSON lines: ``{"prompt"}``, OpenAI ``{"messages"}`` or ShareGPT
-    ``{"conversations"}``. Closing turns of the assistant are dropped: the target answers anew.
+    ``{"conversations"}``. Closing answers are dropped: the target answers anew.
 
     Raises:
         InvalidParameter: the file or a line of it cannot be used; names the line.
