@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,8 +15,10 @@ import torch
 from torch import Tensor
 
 from outrider.engine import Budget, FixedBudget
+from outrider.models.target import Target
 from outrider.serve.app import App
 from outrider.serve.config import make_config
+from outrider.serve.run import serve
 from outrider.serve.service import Service
 from outrider.testing.asgi import AsgiClient
 from outrider.testing.fakes import END, ByteTokenizer, TableTarget
@@ -51,7 +56,7 @@ def text_target(*, context: int = 2048, kind: type[TextTarget] = TextTarget) -> 
 class FakeModel:
     """A target and its tokenizer, as a loader gives them."""
 
-    target: TableTarget = field(default_factory=text_target)
+    target: Target = field(default_factory=text_target)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
 
 
@@ -67,6 +72,7 @@ def fake_service(
     """
     values: dict[str, Any] = {
         "target": NAME,
+        "port": 0,
         "profiles": {"fast": {"drafter": "suffix"}},
         **settings,
         "engine": {"slots": 4, "context": 1024, "prefill_chunk": 32, **settings.get("engine", {})},
@@ -106,3 +112,35 @@ def chat_body(text: str = "hello", **more: Any) -> dict[str, Any]:
         "seed": 7,
         **more,
     }
+
+
+@contextlib.contextmanager
+def running_server(service: Service) -> Iterator[str]:
+    """A server on a free port of this machine, in a thread of its own; yields its address."""
+    ready: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+    ends: list[Callable[[], object]] = []
+
+    async def run() -> None:
+        task = asyncio.ensure_future(serve(service, listening=ready.put, signals=False))
+        loop = asyncio.get_running_loop()
+        ends.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as fault:
+            ready.put(fault)
+
+    thread = threading.Thread(target=main, name="test-server")
+    thread.start()
+    try:
+        first = ready.get(timeout=30)
+        if isinstance(first, BaseException):
+            raise first
+        yield first
+    finally:
+        for end in ends:
+            end()
+        thread.join(30)
