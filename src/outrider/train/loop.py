@@ -33,6 +33,7 @@ from outrider.train.losses import (
     feature_loss,
     first_choice,
     hard_loss,
+    mean,
     soft_loss,
 )
 from outrider.train.samples import Sample
@@ -255,10 +256,10 @@ class Trainer:
             rows = batch.supervised(step, self._known)
             wanted = teacher.logits(rows, step)
             guess = self.module.logits(normed[rows], self.frozen)
-            loss = config.soft_weight * soft_loss(guess, wanted, config.loss).mean()
+            loss = config.soft_weight * mean(soft_loss(guess, wanted, config.loss))
             if self.module.config.kind == "eagle" and config.feature_weight:
                 truth = teacher.states(rows, step)
-                loss = loss + config.feature_weight * feature_loss(normed[rows], truth).mean()
+                loss = loss + config.feature_weight * mean(feature_loss(normed[rows], truth))
             found.append(loss)
             with torch.no_grad():
                 agreement.append(agreement_of(guess, first_choice(wanted)))
@@ -275,7 +276,7 @@ class Trainer:
             guessed = torch.arange(rows.shape[1])[None].expand_as(rows)[rows] + 2 + head
             which = torch.arange(len(rows))[:, None].expand_as(rows)[rows]
             wanted = self._draft_id[batch.tokens[which, guessed]]
-            found.append(hard_loss(guess, wanted).mean())
+            found.append(mean(hard_loss(guess, wanted)))
             with torch.no_grad():
                 agreement.append(agreement_of(guess, wanted))
         return found, agreement

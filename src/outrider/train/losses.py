@@ -37,6 +37,11 @@ def feature_loss(state_ND: Tensor, target_ND: Tensor) -> Tensor:
     return F.smooth_l1_loss(state_ND.float(), target_ND.float(), reduction="none").mean(-1)
 
 
+def mean(losses_N: Tensor) -> Tensor:
+    """The mean; 0 where a batch has no row to learn from, so that nothing turns into NaN."""
+    return losses_N.sum() / max(len(losses_N), 1)
+
+
 def first_choice(logits_NW: Tensor) -> Tensor:
     """[N] the likeliest token of each row."""
     return logits_NW.argmax(-1)
@@ -44,4 +49,4 @@ def first_choice(logits_NW: Tensor) -> Tensor:
 
 def agreement_of(logits_NW: Tensor, wanted_N: Tensor) -> float:
     """How often the likeliest token is the wanted one; teacher-forced, so good for curves only."""
-    return float((first_choice(logits_NW) == wanted_N).float().mean())
+    return float(mean((first_choice(logits_NW) == wanted_N).float()))
