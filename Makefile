@@ -6,6 +6,7 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
+EXTRAS  := dev,clients
 RUN     := $(VENV)/.run-installed
 DEV     := $(VENV)/.dev-installed
 INPUTS  := pyproject.toml constraints.txt setup.py $(wildcard src/outrider/kernels/native/*)
@@ -60,5 +61,5 @@ $(RUN): $(INPUTS)
 	touch $(RUN)
 
 $(DEV): $(INPUTS)
-	$(call install,.[dev])
+	$(call install,.[$(EXTRAS)])
 	touch $(RUN) $(DEV)

@@ -101,7 +101,7 @@ def forced_grammar(tools: Sequence[Tool], tool_format: ToolFormat) -> GrammarSou
             "type": "object",
             "properties": {
                 "name": {"const": tool.function.name},
-                tool_format.key: tool.function.parameters or {"type": "object"},
+                tool_format.key: _closed(tool.function.parameters or {"type": "object"}),
             },
             "required": ["name", tool_format.key],
             "additionalProperties": False,
@@ -109,3 +109,9 @@ def forced_grammar(tools: Sequence[Tool], tool_format: ToolFormat) -> GrammarSou
         for tool in tools
     ]
     return GrammarSource.of_schema(forms[0] if len(forms) == 1 else {"anyOf": forms})
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters without room for arguments that the tool does not name, unless it says so."""
+    named = "properties" in parameters and "additionalProperties" not in parameters
+    return {**parameters, "additionalProperties": False} if named else parameters
