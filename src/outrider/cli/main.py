@@ -25,7 +25,6 @@ from outrider.cli.models import models
 from outrider.cli.replay import replay
 from outrider.cli.serve import serve
 from outrider.cli.session import Session
-from outrider.cli.train import train
 from outrider.errors import OutriderError
 
 UNFIT = 3
