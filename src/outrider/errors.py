@@ -51,3 +51,11 @@ class Overloaded(OutriderError):
 
 class TrainingFailed(OutriderError):
     """A training run cannot go on; what was saved before is whole."""
+
+    exit_code = 1
+
+
+class NoSpace(TrainingFailed):
+    """The disk cannot hold what a run writes; what was saved before is whole."""
+
+    exit_code = 3

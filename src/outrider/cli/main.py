@@ -25,11 +25,12 @@ from outrider.cli.models import models
 from outrider.cli.replay import replay
 from outrider.cli.serve import serve
 from outrider.cli.session import Session
+from outrider.cli.train import train
 from outrider.errors import OutriderError
 
 UNFIT = 3
 
-VERBS = (demo, generate, chat, serve, bench, replay, convert, models, doctor)
+VERBS = (demo, generate, chat, serve, bench, train, replay, convert, models, doctor)
 
 app = typer.Typer(
     help="Speculative decoding that does not change a single token.",

@@ -165,7 +165,8 @@ def check_drafter(spec: str) -> None:
     from outrider.drafters.table import drafter_names
 
     name, known = spec.partition(":")[0], list(drafter_names())
-    if name not in known:
+    a_folder = (Path(spec.partition(",")[0]).expanduser() / "config.json").is_file()
+    if name not in known and not a_folder:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
         raise InvalidParameter(f"drafter {name!r} is unknown; {hint}")

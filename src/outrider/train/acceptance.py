@@ -1,25 +1,25 @@
-"""How much of a head's guesses the target accepts, measured by serving.
+"""How much of a drafter's guesses the target accepts, measured by serving.
 
-Held-out prompts are answered by the real engine with the head as drafter. Teacher-forced accuracy
-says nothing about this (docs/reference/heads.md names the failures), so checkpoints are chosen
-here.
+Held-out prompts are answered by the real engine with the drafter under training. Teacher-forced
+accuracy says nothing about this (docs/reference/heads.md names the failures), so checkpoints are
+chosen here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from outrider.core.sampling import SamplingParams
+from outrider.drafters.base import Drafter
 from outrider.drafters.growth import TreeShape
 from outrider.drafters.heads import make_drafter
 from outrider.engine.budget import FixedBudget
 from outrider.engine.engine import Engine, EngineConfig
 from outrider.errors import TrainingFailed
-from outrider.models.heads.config import HeadConfig
 from outrider.models.heads.files import Head
 from outrider.models.target import Target
 
@@ -32,12 +32,15 @@ class Served:
         acceptance_length: tokens per target step, the next token included.
         by_position: of the steps that guessed this deep, the share that accepted as deep.
         steps, tokens: target steps that decoded, and what they gave.
+        drafted, accepted: nodes put to the target, and those it agreed with.
     """
 
     acceptance_length: float
     by_position: tuple[float, ...]
     steps: int
     tokens: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,25 @@ class Probe:
     branching: int = 4
     beam: int = 4
 
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(1, 1) if self.chain else TreeShape(self.branching, self.beam)
+
+
+Build = Callable[[TreeShape, int, int], Drafter]
+"""A drafter for trees of a shape, so many sequences, and so many positions of each."""
+
+
+def head_builder(target: Target, head: Head, *, source: Path | None) -> Build:
+    """Drafters from a head."""
+
+    def build(shape: TreeShape, sequences: int, length: int) -> Drafter:
+        return make_drafter(
+            head, target, source=source, shape=shape, sequences=sequences, length=length
+        )
+
+    return build
+
 
 def serve(
     target: Target,
@@ -70,17 +92,21 @@ def serve(
     *,
     source: Path | None,
 ) -> Served:
-    """Answer prompts with the head as drafter and count.
+    """Answer prompts with the head as drafter and count; as `serve_with`."""
+    return serve_with(target, head_builder(target, head, source=source), prompts, probe)
+
+
+def serve_with(
+    target: Target, build: Build, prompts: Sequence[Sequence[int]], probe: Probe
+) -> Served:
+    """Answer prompts with a drafter and count.
 
     Raises:
         TrainingFailed: the drafter failed while serving.
     """
     longest = max(map(len, prompts)) + probe.max_tokens
     length = min(target.context_length, longest)
-    shape = TreeShape(1, 1) if probe.chain else TreeShape(probe.branching, probe.beam)
-    drafter = make_drafter(
-        head, target, source=source, shape=shape, sequences=probe.slots, length=length
-    )
+    drafter = build(probe.shape, probe.slots, length)
     engine = Engine(
         target,
         drafters={"head": drafter},
@@ -93,47 +119,62 @@ def serve(
         ),
         budget=FixedBudget(nodes=probe.nodes, depth=probe.depth),
     )
-    params = SamplingParams(
-        temperature=probe.temperature, max_tokens=probe.max_tokens, seed=0, ignore_eos=False
-    )
-    answers = engine.generate(prompts, params, drafter="head")
+    requests = [
+        engine.add(
+            prompt,
+            SamplingParams(
+                temperature=probe.temperature,
+                max_tokens=min(probe.max_tokens, length - len(prompt)),
+                seed=0,
+            ),
+            drafter="head",
+        )
+        for prompt in prompts
+    ]
+    while engine.has_work:
+        engine.step()
     guessed, accepted = [0] * probe.depth, [0] * probe.depth
-    steps = tokens = 0
-    for answer in answers:
-        for step in answer.steps:
+    steps = tokens = drafted = agreed = 0
+    for request in requests:
+        for step in engine.take(request).steps:
             if step.reason.startswith("drafter fault"):
-                raise TrainingFailed(f"the head failed while serving: {step.reason}")
+                raise TrainingFailed(f"the drafter failed while serving: {step.reason}")
             if step.proposed:
                 steps, tokens = steps + 1, tokens + step.emitted
+                drafted, agreed = drafted + step.proposed, agreed + step.accepted
                 for depth in range(step.proposed_depth):
                     guessed[depth] += 1
                     accepted[depth] += depth < step.accepted
     by_position = tuple(a / g for a, g in zip(accepted, guessed, strict=True) if g)
-    return Served(tokens / max(steps, 1), by_position, steps, tokens)
+    return Served(tokens / max(steps, 1), by_position, steps, tokens, drafted, agreed)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of a head by serving held-out prompts.
+    """Figures of a drafter by serving held-out prompts.
 
     Attributes:
-        extra: tensors that a head needs beside its parameters: d2t and t2d.
+        assemble: from the learner's tensors to drafters.
         probes: by name; the first gives "acceptance_length".
     """
 
     target: Target
     prompts: list[Sequence[int]]
-    source: Path | None
-    extra: dict[str, Tensor]
+    assemble: Callable[[dict[str, Tensor]], Build]
     probes: dict[str, Probe]
 
-    def __call__(self, config: HeadConfig, tensors: dict[str, Tensor]) -> dict[str, float]:
+    def __call__(self, tensors: dict[str, Tensor]) -> dict[str, float]:
+        return self.figures(self.assemble(tensors))
+
+    def figures(self, build: Build) -> dict[str, float]:
+        """What the probes find, by name."""
         figures: dict[str, float] = {}
-        head = Head(config, {**tensors, **self.extra})
         for name, probe in self.probes.items():
-            served = serve(self.target, head, self.prompts, probe, source=self.source)
+            served = serve_with(self.target, build, self.prompts, probe)
             figures.setdefault("acceptance_length", served.acceptance_length)
             figures[f"{name}_acceptance_length"] = served.acceptance_length
+            figures[f"{name}_drafted"] = float(served.drafted)
+            figures[f"{name}_accepted"] = float(served.accepted)
             for position, share in enumerate(served.by_position, 1):
                 figures[f"{name}_position_{position}"] = share
         return figures

@@ -48,10 +48,31 @@ class Batch:
             known: bool [V], the draft vocabulary.
         """
         length = self.tokens.shape[1] - 1
-        guessed = torch.arange(length)[None] + 2 + step
+        guessed = torch.arange(length, device=self.tokens.device)[None] + 2 + step
         inside = (guessed >= self.prompt_lengths[:, None]) & (guessed < self.lengths[:, None])
         token = self.tokens.gather(1, guessed.clamp(max=length).expand(len(self.tokens), -1))
         return inside & known[token]
+
+    def guessed(self, rows_BL: Tensor, step: int) -> Tensor:
+        """[N]: the tokens that ``rows_BL`` guess at ``step``."""
+        which, row = rows_BL.nonzero(as_tuple=True)
+        return self.tokens[which, row + 2 + step]
+
+    def answered(self) -> Tensor:
+        """Bool [B, L]: rows whose next token is of the answer, as the target itself sees them."""
+        length = self.tokens.shape[1] - 1
+        following = torch.arange(length, device=self.tokens.device)[None] + 1
+        inside = following >= self.prompt_lengths[:, None]
+        return inside & (following < self.lengths[:, None])
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on another device."""
+        return Batch(
+            self.tokens.to(device),
+            self.features.to(device),
+            self.lengths.to(device),
+            self.prompt_lengths.to(device),
+        )
 
 
 def plan_batches(

@@ -5,6 +5,7 @@ Writing leaves the former file until the new one is whole.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.errors import TrainingFailed
+from outrider.errors import NoSpace, TrainingFailed
 
 FACTS = "facts"
 
@@ -24,7 +25,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) ->
     """Write tensors and facts.
 
     Raises:
-        TrainingFailed: they cannot be written; the former file is untouched.
+        NoSpace, TrainingFailed: they cannot be written; the former file is untouched.
     """
     fresh = path.with_suffix(".new")
     try:
@@ -33,10 +34,20 @@ def save(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) ->
         fresh.replace(path)
     except (OSError, SafetensorError) as error:
         fresh.unlink(missing_ok=True)
+        kept = "the one before it is whole: " if path.exists() else ""
+        if disk_full(error):
+            raise NoSpace(
+                f"no space left for {path}; {kept}make room and run the same command again"
+            ) from None
         raise TrainingFailed(
-            f"{path} cannot be written: {error}; the checkpoint before it is whole: "
-            "make room and go on"
+            f"{path} cannot be written: {error}; {kept}choose another folder"
         ) from None
+
+
+def disk_full(error: Exception) -> bool:
+    """Did writing fail for want of space? safetensors gives the reason as text alone."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or "No space left" in str(error)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -51,7 +51,7 @@ class FeatureStore:
         self._index = folder / "index.jsonl"
         self._check_header()
         self._places: dict[str, _Place] = {}
-        self._maps: dict[int, np.memmap[tuple[int, ...], np.dtype[np.int16]]] = {}
+        self._maps: dict[int, np.memmap[tuple[int, ...], np.dtype[np.uint8]]] = {}
         self._load()
 
     @property
@@ -63,10 +63,15 @@ class FeatureStore:
         path = self.folder / "features.json"
         if not path.exists():
             path.write_text(json.dumps(header))
-        elif json.loads(path.read_text()) != header:
+            return
+        text = path.read_text()
+        try:
+            same = json.loads(text) == header
+        except ValueError:
+            same = False
+        if not same:
             raise InvalidParameter(
-                f"{self.folder} holds other features ({path.read_text().strip()}); "
-                "use another folder"
+                f"{self.folder} holds other features ({text.strip()}); use another folder"
             )
 
     def _load(self) -> None:
@@ -75,13 +80,33 @@ class FeatureStore:
             whole = text[: text.rfind("\n") + 1]
             if whole != text:
                 self._index.write_text(whole, "utf-8")
-            for line in whole.splitlines():
-                entry = json.loads(line)
-                self._places[entry["id"]] = _Place(entry["shard"], entry["start"], entry["rows"])
+            for number, line in enumerate(whole.splitlines(), 1):
+                try:
+                    entry = json.loads(line)
+                    place = _Place(entry["shard"], entry["start"], entry["rows"])
+                except (ValueError, KeyError, TypeError):
+                    raise InvalidParameter(
+                        f"{self._index}, line {number} is damaged; remove it"
+                    ) from None
+                self._places[entry["id"]] = place
+        self._drop_lost()
         places = self._places.values()
         self._shard = max((p.shard for p in places), default=0)
         ends = [p.start + p.rows for p in places if p.shard == self._shard]
         self._rows = max(ends, default=0)
+
+    def _drop_lost(self) -> None:
+        """Forget samples whose rows are not in the files (a machine that lost power)."""
+        held = {
+            shard: path.stat().st_size if path.exists() else 0
+            for shard in {place.shard for place in self._places.values()}
+            for path in (self._shard_path(shard),)
+        }
+        self._places = {
+            sample: place
+            for sample, place in self._places.items()
+            if (place.start + place.rows) * self.row_bytes <= held[place.shard]
+        }
 
     def __contains__(self, sample: str) -> bool:
         return sample in self._places
@@ -100,10 +125,11 @@ class FeatureStore:
             raise InvalidParameter(f"features of shape {list(rows_RFD.shape)} do not fit the store")
         if self._rows >= SHARD_ROWS:
             self._shard, self._rows = self._shard + 1, 0
-        path = self.folder / f"shard-{self._shard:04d}.bf16"
+        path = self._shard_path(self._shard)
+        raw = rows_RFD.bfloat16().contiguous().cpu().view(torch.int16).numpy().tobytes()
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.seek(self._rows * self.row_bytes)
-            file.write(rows_RFD.bfloat16().contiguous().view(torch.int16).numpy().tobytes())
+            file.write(raw)
         place = _Place(self._shard, self._rows, len(rows_RFD))
         with self._index.open("a", encoding="utf-8") as index:
             index.write(json.dumps({"id": sample, **vars(place)}) + "\n")
@@ -113,14 +139,22 @@ class FeatureStore:
     def get(self, sample: str) -> Tensor:
         """[R, F, D] in bf16, straight from the mapping."""
         place = self._places[sample]
-        shape = (-1, len(self.features), self.width)
+        begin, end = place.start * self.row_bytes, (place.start + place.rows) * self.row_bytes
         found = self._maps.get(place.shard)
-        if found is None or (place.start + place.rows) * self.row_bytes > found.nbytes:
-            path = self.folder / f"shard-{place.shard:04d}.bf16"
-            found = np.memmap(path, dtype=np.int16, mode="r")
+        if found is None or end > found.nbytes:
+            found = np.memmap(self._shard_path(place.shard), dtype=np.uint8, mode="r")
             self._maps[place.shard] = found
-        rows = found.reshape(shape)[place.start : place.start + place.rows]
-        return torch.from_numpy(np.array(rows)).view(torch.bfloat16)
+        # bytes behind the last whole row may be left of a write that was cut off
+        rows = torch.from_numpy(np.array(found[begin:end])).view(torch.bfloat16)
+        return rows.view(place.rows, len(self.features), self.width)
+
+    def _shard_path(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:04d}.bf16"
+
+
+def feature_bytes(rows: int, *, features: int, width: int) -> int:
+    """Bytes of so many rows on disk."""
+    return rows * features * width * 2
 
 
 class Recorder:

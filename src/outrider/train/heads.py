@@ -137,7 +137,8 @@ class HeadModule(nn.Module):
         if length not in self._tables:
             rope = Rope(self.config.rope_theta, self.config.head_dim)
             cos, sin = rope.tables(length)
-            self._tables[length] = cos[:, None], sin[:, None]
+            device = next(self.parameters()).device
+            self._tables[length] = cos[:, None].to(device), sin[:, None].to(device)
         return self._tables[length]
 
     # -- Medusa -------------------------------------------------------------------------------
@@ -175,12 +176,13 @@ def unroll(
     scale = 1.0 / math.sqrt(config.head_dim)
     padded = F.pad(tokens_BL1[:, 1:], (0, steps))
     cos, sin = module.rotation(config.context_length + steps)
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    device = features_BLFD.device
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     if config.window:
-        near = torch.ones(length, length, dtype=torch.bool).triu(1 - config.window)
+        near = torch.ones_like(causal).triu(1 - config.window)
         near[:, : config.sinks] = True
         causal &= near
-    mask = torch.zeros(length, length).masked_fill_(~causal, -math.inf)
+    mask = torch.zeros(length, length, device=device).masked_fill_(~causal, -math.inf)
     first_keys = first_values = None
     later: list[tuple[Tensor, Tensor]] = []
     state = None

@@ -48,5 +48,10 @@ def first_choice(logits_NW: Tensor) -> Tensor:
 
 
 def agreement_of(logits_NW: Tensor, wanted_N: Tensor) -> float:
-    """How often the likeliest token is the wanted one; teacher-forced, so good for curves only."""
+    """How often the likeliest token is the wanted one; teacher-forced, so good for curves only.
+
+    0 where there are no rows.
+    """
+    if not len(logits_NW):
+        return 0.0
     return float(mean((first_choice(logits_NW) == wanted_N).float()))

@@ -116,44 +116,100 @@ class Writer:
 
 
 def read_prompts(path: Path) -> list[TrainPrompt]:
-    """Prompts from JSON lines: ``{"prompt"}``, OpenAI ``{"messages"}`` or ShareGPT
-    ``{"conversations"}``. Closing answers are dropped: the target answers anew.
+    """Prompts from a file, each once.
+
+    A ``.txt`` file holds one prompt a line. Any other holds JSON, one object a line or one array of
+    them: ``{"prompt"}``, OpenAI ``{"messages"}`` or ShareGPT ``{"conversations"}``. Closing answers
+    are dropped, since the target answers anew; conversations without a user's turn are left out.
 
     Raises:
-        InvalidParameter: the file or a line of it cannot be used; names the line.
+        InvalidParameter: the file or an entry of it cannot be used; names the entry.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParameter(f"{path} cannot be read: {error}; give a JSON lines file") from None
     prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for place, entry in _entries(path, text):
         try:
-            turns = _turns(json.loads(line))
+            turns = _turns(entry)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InvalidParameter(
-                f"{path}, line {number}: need a JSON object with prompt, messages or conversations"
+                f"{path}, {place}: need a JSON object with prompt, messages or conversations of "
+                "text"
             ) from None
         if turns:
             prompts.append(make_prompt(path.stem, turns))
     found = list(unique(prompts))
     if not found:
-        raise InvalidParameter(f"{path} holds no prompts; give one JSON object a line")
+        raise InvalidParameter(
+            f"{path} holds no prompts; give one JSON object a line, or text in a .txt file"
+        )
     return found
+
+
+def held_out_ids(prompts: Sequence[TrainPrompt]) -> frozenset[str]:
+    """Which of a user's prompts are for evaluation only: those that say so themselves, but at least
+    a tenth of a small file (and one, where there are two), so that there is something to measure.
+    """
+    own = {p.id for p in prompts if p.held_out}
+    least = min(8, -(-len(prompts) // 10)) if len(prompts) > 1 else 0
+    for prompt_id in sorted(p.id for p in prompts):
+        if len(own) >= least:
+            break
+        own.add(prompt_id)
+    return frozenset(own)
+
+
+def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Every entry of a file, and where it stands."""
+    if path.suffix != ".txt" and text.lstrip().startswith("["):
+        try:
+            entries = json.loads(text)
+        except ValueError as error:
+            raise InvalidParameter(f"{path} is no JSON array: {error}; mend it") from None
+        yield from ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".txt":
+            yield f"line {number}", {"prompt": line.strip()}
+            continue
+        try:
+            yield f"line {number}", json.loads(line)
+        except ValueError:
+            raise InvalidParameter(
+                f"{path}, line {number}: no JSON; need a JSON object with prompt, messages or "
+                "conversations"
+            ) from None
 
 
 def _turns(entry: Mapping[str, Any]) -> list[dict[str, str]]:
     if "messages" in entry:
-        turns = [{"role": str(m["role"]), "content": str(m["content"])} for m in entry["messages"]]
+        turns = [{"role": _word(m["role"]), "content": _text(m)} for m in entry["messages"]]
     elif "conversations" in entry:
         turns = [
-            {"role": _SHAREGPT_ROLES.get(m["from"], m["from"]), "content": str(m["value"])}
+            {"role": _SHAREGPT_ROLES.get(m["from"], _word(m["from"])), "content": _word(m["value"])}
             for m in entry["conversations"]
         ]
     else:
-        turns = [{"role": "user", "content": str(entry["prompt"])}]
+        turns = [{"role": "user", "content": _word(entry["prompt"])}]
     while turns and turns[-1]["role"] == "assistant":
         turns.pop()
-    return turns
+    asked = any(turn["role"] == "user" and turn["content"].strip() for turn in turns)
+    return turns if asked else []
+
+
+def _word(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where text is needed")
+    return value
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """A message's content: text, a list of parts (text alone), or nothing beside a tool call."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(_word(part["text"]) for part in content)
+    return "" if content is None else _word(content)

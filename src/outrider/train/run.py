@@ -1,14 +1,15 @@
-"""A training run from a target to a folder that serves: data, gate, training, export.
+"""A training run from prepared data to a folder that serves: gate, training, export, report.
 
-`train_head` is what the command line calls. Everything lies in one working folder and is taken up
-where it stopped: data, the run's checkpoint, its log. The result is the checkpoint with the best
-acceptance in serving, written in the native layout with its provenance.
+`train` is what the command line calls. Everything lies in one working folder and is taken up where
+it stopped: data, the run's checkpoint, its log. The result is the checkpoint with the best
+acceptance in serving, written with its provenance and a report.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,16 +23,28 @@ from torch import Tensor
 from outrider import __version__
 from outrider.drafters.heads import runnable, target_head_rows
 from outrider.errors import InvalidParameter, TrainingFailed
-from outrider.models.heads.config import HeadConfig
-from outrider.models.heads.files import Head, Precision, write_head
+from outrider.models.heads.config import TargetFacts
+from outrider.models.heads.files import Head, Precision, check_new, write_head
 from outrider.models.heads.fit import folder_facts
+from outrider.models.heads.kernels import Decoder
 from outrider.models.load import LoadedModel
 from outrider.train import checkpoint
-from outrider.train.acceptance import Evaluation, Probe
+from outrider.train.acceptance import Build, Evaluation, Probe, head_builder, serve_with
+from outrider.train.calibrate import accuracy_by_rank
+from outrider.train.config import TrainConfig
+from outrider.train.draft_model import (
+    DraftModelLearner,
+    DraftModule,
+    draft_model_builder,
+    first_layers,
+    write_draft_model,
+)
 from outrider.train.features import FeatureStore
 from outrider.train.heads import Frozen, HeadModule
-from outrider.train.loop import BEST, Progress, TrainConfig, Trainer
+from outrider.train.learners import HeadLearner, Learner, known_tokens
+from outrider.train.loop import BEST, LOG, Loop, Progress
 from outrider.train.prepare import TrainingData
+from outrider.train.report import write_report
 from outrider.train.samples import Sample
 from outrider.train.setup import (
     draft_vocabulary,
@@ -41,7 +54,11 @@ from outrider.train.setup import (
     with_vocabulary,
 )
 
+DRAFT_MODEL = "draft_model"
 GATE_AGREEMENT = 0.9
+GATE_SERVED = 0.7  # of the guessable tokens; the served head is rounded
+REPORT = "report.html"
+OWN_DATA = "written by the target itself and by the built-in tasks (CC0)"
 
 
 @dataclass(frozen=True)
@@ -49,14 +66,16 @@ class RunConfig:
     """What to train.
 
     Attributes:
-        style: eagle, eagle3, eagle3.1, eagle3-token or medusa.
-        draft_vocab_size: tokens that the head can guess.
+        style: eagle, eagle3, eagle3.1, eagle3-token, medusa or draft_model.
+        draft_vocab_size: tokens that a head can guess; a draft model has all.
         train: how.
         probes: how acceptance is measured; the first decides which checkpoint is best.
         held_out: prompts that it is measured on.
         gate_steps: steps of the one-sample gate; 0 leaves it out.
-        precision: of the written weights.
+        precision: of a head's written weights; a draft model's are bf16.
         flags: of `HeadConfig`, over the style's.
+        layers: of a draft model.
+        data_source: where the prompts come from, for the provenance.
     """
 
     style: str = "eagle3"
@@ -67,6 +86,8 @@ class RunConfig:
     gate_steps: int = 150
     precision: Precision = "bf16"
     flags: dict[str, Any] = field(default_factory=dict)
+    layers: int = 4
+    data_source: str = OWN_DATA
 
 
 @dataclass(frozen=True)
@@ -74,32 +95,58 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        folder: the head's, or `None` where the run stopped before its end.
+        folder: the drafter's, or `None` where the run stopped before its end.
         figures: of the best checkpoint.
+        step, steps: how far it came.
     """
 
     folder: Path | None
     figures: dict[str, float]
+    step: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A drafter to train, whatever its kind.
+
+    Attributes:
+        make: a fresh learner at the run's start.
+        assemble: drafters from a learner's tensors.
+        known: bool [V], tokens that it can guess.
+        write: its files, from the best tensors and a provenance.
+        finish: last measurements on the best tensors, for the provenance.
+    """
+
+    make: Callable[[], Learner]
+    assemble: Callable[[dict[str, Tensor]], Build]
+    known: Tensor
+    write: Callable[[dict[str, Tensor], dict[str, Any]], None]
+    finish: Callable[[dict[str, Tensor], Evaluation], dict[str, Any]] = lambda tensors, ev: {}
 
 
 def overfit_gate(
-    module: HeadModule,
-    frozen: Frozen,
+    make: Callable[[], Learner],
     sample: Sample,
     store: FeatureStore,
     config: TrainConfig,
     *,
-    draft_tokens: Tensor,
     folder: Path,
     steps: int,
+    serve: Callable[[dict[str, Tensor]], float] | None = None,
 ) -> float:
-    """Train a copy on one sample; a head that cannot memorise it is mis-wired.
+    """Train a copy on one sample; what cannot memorise it, or does so and still guesses wrong when
+    it serves that sample's prompt, is mis-wired.
+
+    Args:
+        folder: where a gate that was passed is noted, so that it is passed once.
+        serve: gives the share of right guesses in serving the sample's prompt.
 
     Returns:
         How often its first guess was the target's at the end.
 
     Raises:
-        TrainingFailed: it did not memorise the sample.
+        TrainingFailed: the gate was not passed.
     """
     single = replace(
         config,
@@ -108,31 +155,70 @@ def overfit_gate(
         save_every=steps + 1,
         warm_up=0.05,
         muon_rate=max(config.muon_rate, 0.02),
+        accumulate=1,
     )
-    copy = HeadModule(module.config, module.tensors())
+    learner = make()
+    passed = folder / "passed.json"
+    if passed.exists():
+        facts = json.loads(passed.read_text())
+        if facts["head"] == learner.describe():
+            return float(facts["reached"])
+    shutil.rmtree(folder, ignore_errors=True)
     seen: list[Progress] = []
-    trainer = Trainer(
-        copy,
-        frozen,
+    loop = Loop(
+        learner,
         [sample],
         store,
         single,
-        draft_tokens=draft_tokens,
         folder=folder,
         report=seen.append,
         report_every=max(steps // 5, 1),
     )
-    if trainer.step == 0:
-        trainer.run()
-    else:  # it was passed in an earlier session
-        return 1.0
+    loop.run()
     reached = seen[-1].agreement[0]
+    shutil.rmtree(folder)
     if reached < GATE_AGREEMENT:
         raise TrainingFailed(
-            f"the head reached {reached:.2f} on the one sample of the gate after {steps} steps, "
+            f"the drafter reached {reached:.2f} on the one sample of the gate after {steps} steps, "
             f"{GATE_AGREEMENT} is needed: its wiring or its learning rate is wrong"
         )
+    served = None if serve is None else serve(learner.tensors())
+    if served is not None and served < GATE_SERVED:
+        raise TrainingFailed(
+            f"the drafter knows the one sample of the gate ({reached:.2f}), and in serving it "
+            f"{served:.2f} of its guesses are right, {GATE_SERVED} are needed: it is wired "
+            "otherwise in training than in serving"
+        )
+    folder.mkdir(parents=True)
+    facts = {"reached": reached, "served": served, "head": learner.describe()}
+    passed.write_text(json.dumps(facts))
     return reached
+
+
+def gate_sample(samples: Sequence[Sample], longest: int) -> Sample:
+    """The sample of the gate: a long answer, and a greedy one, which serving gives again."""
+    whole = [s for s in samples[:512] if len(s.tokens) <= longest] or list(samples[:512])
+    greedy = [s for s in whole if s.temperature == 0]
+    return max((greedy or whole)[:64], key=lambda s: len(s.answer))
+
+
+def served_share(
+    loaded: LoadedModel, job: Job, sample: Sample, longest: int
+) -> Callable[[dict[str, Tensor]], float] | None:
+    """What `overfit_gate` serves with; `None` for a sample that serving would not give again."""
+    answer = sample.answer[: longest - sample.prompt_length]
+    guessable = sum(bool(job.known[token]) for token in answer)
+    if sample.temperature or not guessable:
+        return None
+    probe = Probe(nodes=1, depth=1, max_tokens=len(answer), slots=1)
+
+    def serve(tensors: dict[str, Tensor]) -> float:
+        prompt = sample.tokens[: sample.prompt_length]
+        served = serve_with(loaded.target, job.assemble(tensors), [prompt], probe)
+        right = served.by_position[0] if served.by_position else 0.0
+        return right / (guessable / len(answer))
+
+    return serve
 
 
 def held_out_prompts(samples: Sequence[Sample], count: int) -> list[tuple[int, ...]]:
@@ -158,100 +244,216 @@ def train_head(
     work: Path,
     out: Path,
     until: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
     report: Callable[[Progress], None] | None = None,
     say: Callable[[str], None] = lambda line: None,
     provenance: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Train a head on prepared data and write it.
+    """Train a head or a draft model on prepared data and write it.
 
     Args:
         work: folder of this run; taken up where it stopped.
-        out: where the head goes; must not exist yet.
+        out: where the drafter goes; must not exist yet.
         until: stop with a checkpoint at this time (perf_counter).
+        stop: asked after every step; True stops with a checkpoint.
 
     Raises:
         TrainingFailed: the gate was not passed, or a loss is not finite.
+        NoSpace: the disk is full; the last checkpoint is whole.
         InvalidParameter: no data, or a working folder of another run.
     """
-    target = runnable(loaded.target)
+    check_new(out)
     samples, held_out = data.split(False), data.split(True)
     if not samples or not held_out:
         raise InvalidParameter(
             f"{data.folder} holds {len(samples)} samples to train on and {len(held_out)} held out; "
             "both are needed: prepare more data"
         )
-    draft_tokens = draft_vocabulary(
+    facts = folder_facts(loaded.source, name=plain_name(loaded), tokenizer=loaded.tokenizer)
+    job = _job(loaded, data, config, facts, out)
+    evaluate = Evaluation(
+        loaded.target,
+        list(held_out_prompts(held_out, config.held_out)),
+        job.assemble,
+        config.probes,
+    )
+    if config.gate_steps:
+        _gate(loaded, job, samples, data.store, config, folder=work / "gate", say=say)
+    begin = time.perf_counter()
+    loop = Loop(
+        job.make(),
         samples,
+        data.store,
+        config.train,
+        folder=work,
+        evaluate=evaluate,
+        report=report,
+    )
+    done = loop.run(until=until, stop=stop)
+    title = f"{config.style} for {facts.name}"
+    write_report(read_log(work), work / REPORT, title=title)
+    if not done:
+        return Outcome(None, loop.best, loop.step, loop.steps)
+    best, _ = checkpoint.load(work / BEST)
+    extra = job.finish(best, evaluate)
+    ours = _provenance(config, data, loop, facts, time.perf_counter() - begin)
+    job.write(best, {**ours, **extra, **(provenance or {})})
+    write_report(read_log(work), out / REPORT, title=title)
+    return Outcome(out, loop.best, loop.step, loop.steps)
+
+
+def _gate(
+    loaded: LoadedModel,
+    job: Job,
+    samples: Sequence[Sample],
+    store: FeatureStore,
+    config: RunConfig,
+    *,
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
+    sample = gate_sample(samples, config.train.longest)
+    reached = overfit_gate(
+        job.make,
+        sample,
+        store,
+        config.train,
+        folder=folder,
+        steps=config.gate_steps,
+        serve=served_share(loaded, job, sample, config.train.longest),
+    )
+    say(f"one-sample gate: {reached:.2f} of the first guesses are right")
+
+
+def _job(
+    loaded: LoadedModel, data: TrainingData, config: RunConfig, facts: TargetFacts, out: Path
+) -> Job:
+    target = runnable(loaded.target)
+    make = _draft_model_job if config.style == DRAFT_MODEL else _head_job
+    return make(loaded, target, data, config, facts, out)
+
+
+def _head_job(
+    loaded: LoadedModel,
+    target: Decoder,
+    data: TrainingData,
+    config: RunConfig,
+    facts: TargetFacts,
+    out: Path,
+) -> Job:
+    draft_tokens = draft_vocabulary(
+        data.split(False),
         size=min(config.draft_vocab_size, target.vocab_size),
         vocab_size=target.vocab_size,
         always=target.end_tokens,
     )
-    facts = folder_facts(loaded.source, name=loaded.spec, tokenizer=loaded.tokenizer)
     head_config = new_head(
         config.style, target, facts, draft_vocab_size=len(draft_tokens), **config.flags
     )
     frozen = frozen_parts(target, target_head_rows(target, loaded.source, draft_tokens))
     start = initial_tensors(head_config, frozen, seed=config.train.seed)
-    module = HeadModule(head_config, start)
     extra = with_vocabulary({}, draft_tokens, target.vocab_size)
-    if config.gate_steps and config.style != "medusa":
-        longest = max(samples[:64], key=lambda s: len(s.answer))
-        reached = overfit_gate(
-            module,
+
+    def make() -> HeadLearner:
+        return HeadLearner(
+            HeadModule(head_config, start),
             frozen,
-            longest,
-            data.store,
             config.train,
+            stored=data.store.features,
             draft_tokens=draft_tokens,
-            folder=work / "gate",
-            steps=config.gate_steps,
+            device=target.device,
         )
-        say(f"one-sample gate: {reached:.2f} of the first guesses are right")
-    evaluate = Evaluation(
-        loaded.target,
-        list(held_out_prompts(held_out, config.held_out)),
-        loaded.source,
-        extra,
-        config.probes,
+
+    def build(tensors: dict[str, Tensor], provenance: dict[str, Any]) -> Build:
+        head = Head(head_config, {**tensors, **extra}, provenance)
+        return head_builder(target, head, source=loaded.source)
+
+    def write(tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
+        head = Head(head_config, {**tensors, **extra}, provenance)
+        write_head(head, out, precision=config.precision)
+
+    def calibrate(tensors: dict[str, Tensor], evaluate: Evaluation) -> dict[str, Any]:
+        learner = make()
+        learner.restore(tensors)
+        held_out, longest = data.split(True), config.train.longest
+        found = {
+            "accuracy_by_rank": accuracy_by_rank(learner, held_out, data.store, longest=longest)
+        }
+        free = evaluate.figures(build(tensors, {}))
+        static = evaluate.figures(build(tensors, found))
+        lengths = {
+            "own_probabilities": free["acceptance_length"],
+            "calibrated": static["acceptance_length"],
+        }
+        # kept under a key that no drafter reads where the heads' own probabilities do better
+        if lengths["calibrated"] < lengths["own_probabilities"]:
+            found = {"measured_accuracy_by_rank": found["accuracy_by_rank"]}
+        return {**found, "trees": lengths}
+
+    return Job(
+        make,
+        lambda tensors: build(tensors, {}),
+        known_tokens(draft_tokens, target.vocab_size),
+        write,
+        calibrate if config.style == "medusa" else lambda tensors, evaluate: {},
     )
-    begin = time.perf_counter()
-    trainer = Trainer(
-        module,
-        frozen,
-        samples,
-        data.store,
-        config.train,
-        draft_tokens=draft_tokens,
-        folder=work,
-        evaluate=evaluate,
-        report=report,
+
+
+def _draft_model_job(
+    loaded: LoadedModel,
+    target: Decoder,
+    data: TrainingData,
+    config: RunConfig,
+    facts: TargetFacts,
+    out: Path,
+) -> Job:
+    small, start = first_layers(loaded.source, config.layers)
+    every = torch.arange(target.vocab_size)
+    frozen: Frozen = frozen_parts(target, target_head_rows(target, loaded.source, every))
+
+    def make() -> DraftModelLearner:
+        return DraftModelLearner(
+            DraftModule(small, start),
+            frozen,
+            config.train,
+            stored=data.store.features,
+            last=facts.layers,
+            device=target.device,
+        )
+
+    def write(tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
+        write_draft_model(small, tensors, loaded.source, out, provenance=provenance)
+
+    return Job(
+        make,
+        lambda tensors: draft_model_builder(small, tensors, target, loaded.source),
+        torch.ones(target.vocab_size, dtype=torch.bool),
+        write,
     )
-    if not trainer.run(until=until):
-        return Outcome(None, trainer.best)
-    best, _ = checkpoint.load(work / BEST)
-    facts_of_run = _provenance(config, data, trainer, time.perf_counter() - begin)
-    head = Head(head_config, {**best, **extra}, {**facts_of_run, **(provenance or {})})
-    write_head(head, out, precision=config.precision)
-    return Outcome(out, trainer.best)
+
+
+def plain_name(loaded: LoadedModel) -> str:
+    """How the target is called; of a path only its last part, for it is written into files."""
+    return Path(loaded.spec).name if Path(loaded.spec).exists() else loaded.spec
 
 
 def _provenance(
-    config: RunConfig, data: TrainingData, trainer: Trainer, seconds: float
+    config: RunConfig, data: TrainingData, loop: Loop, facts: TargetFacts, seconds: float
 ) -> dict[str, Any]:
-    head: HeadConfig = trainer.module.config
     return {
         "trained_by": f"outrider {__version__}",
         "date": datetime.now(UTC).date().isoformat(),
-        "target": head.target.name,
+        "target": facts.name,
+        "style": config.style,
         "data": {
             "samples": len(data.samples),
             "answer_tokens": data.answer_tokens,
             "feature_rows": data.store.rows,
-            "source": "written by the target itself and by the built-in tasks (CC0)",
+            "source": config.data_source,
         },
         "train": asdict(config.train),
-        "steps": trainer.steps,
-        "best": trainer.best,
+        "steps": loop.steps,
+        "best": loop.best,
         "seconds_of_last_session": round(seconds),
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
@@ -260,6 +462,9 @@ def _provenance(
 
 
 def read_log(work: Path) -> list[dict[str, Any]]:
-    """The log of a run, one entry per report or evaluation."""
-    path = work / "log.jsonl"
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    """The log of a run, one entry per report or evaluation; a line that was cut off is left out."""
+    path = work / LOG
+    if not path.exists():
+        return []
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -106,6 +106,21 @@ def mend(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
+@dataclass
+class LeftOut:
+    """Prompts that were not answered.
+
+    Attributes:
+        too_long: they do not fit the context, or `AnswerConfig.max_prompt`.
+        refused: the model's chat template does not take them.
+        reason: of the last refusal.
+    """
+
+    too_long: int = 0
+    refused: int = 0
+    reason: str = ""
+
+
 def answer_all(
     engine: Engine,
     tokenizer: Tokenizer,
@@ -114,31 +129,39 @@ def answer_all(
     *,
     sink: Callable[[Sample], None],
     drafter: str = "none",
+    held_out: frozenset[str] | None = None,
     progress: Progress | None = None,
-) -> int:
+    stop: Callable[[], bool] = lambda: False,
+) -> LeftOut:
     """Let the target answer prompts; every answer goes to ``sink`` as it ends.
 
-    Returns:
-        How many prompts were left out because they do not fit.
+    Args:
+        held_out: ids of prompts for evaluation only; `None` asks each prompt.
+        stop: asked after every step; what is under way then is dropped.
     """
-    begin, done, tokens, left_out = time.perf_counter(), 0, 0, 0
+    begin, done, tokens, left_out = time.perf_counter(), 0, 0, LeftOut()
+    longest = min(config.max_prompt, engine.context - 1)
     pending: dict[int, tuple[TrainPrompt, tuple[int, ...], float]] = {}
     queue = iter(prompts)
     exhausted = False
-    while not exhausted or pending:
+    while (not exhausted or pending) and not stop():
         while not exhausted and len(pending) < 2 * engine.config.slots:
             prompt = next(queue, None)
             if prompt is None:
                 exhausted = True
                 break
-            ids = tuple(tokenizer.chat([dict(m) for m in prompt.messages]))
-            if len(ids) > config.max_prompt:
-                left_out += 1
+            try:
+                ids = tuple(tokenizer.chat([dict(m) for m in prompt.messages]))
+            except InvalidParameter as refusal:
+                left_out.refused, left_out.reason = left_out.refused + 1, str(refusal)
+                continue
+            if len(ids) > longest:
+                left_out.too_long += 1
                 continue
             draw = random.Random(f"{config.seed}-{prompt.id}")
             params = SamplingParams(
                 temperature=draw.choice(config.temperatures),
-                max_tokens=config.max_tokens,
+                max_tokens=min(config.max_tokens, engine.context - len(ids)),
                 seed=draw.getrandbits(63),
             )
             request = engine.add(ids, params, drafter=drafter)
@@ -156,10 +179,14 @@ def answer_all(
                 ids + tuple(answer.tokens),
                 len(ids),
                 temperature,
-                prompt.held_out,
+                prompt.held_out if held_out is None else prompt.id in held_out,
             )
             done, tokens = done + 1, tokens + len(answer.tokens)
             sink(sample)
             if progress is not None:
                 progress(done, tokens, time.perf_counter() - begin)
+    for request in pending:
+        engine.cancel(request)
+    while engine.has_work:
+        engine.step()
     return left_out

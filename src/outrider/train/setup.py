@@ -30,13 +30,14 @@ def default_features(layers: int) -> tuple[int, ...]:
     Raises:
         InvalidParameter: the target has too few layers for three different ones.
     """
-    found = (min(2, layers - 2), layers // 2, layers - 3 if layers > 5 else layers - 1)
-    if len(set(found)) < 3 or min(found) < 1:
+    if layers < 4:
         raise InvalidParameter(
-            f"the target has {layers} layers; EAGLE-3 reads three different ones: train an eagle "
-            "or medusa head"
+            f"the target has {layers} layers, and EAGLE-3 reads the states between three of them: "
+            "train an eagle or medusa head"
         )
-    return found
+    if layers < 7:
+        return 1, layers // 2, layers - 1
+    return 2, layers // 2, layers - 3
 
 
 def stored_features(layers: int) -> tuple[int, ...]:
@@ -110,7 +111,10 @@ def frozen_parts(target: Decoder, head_rows: Tensor) -> Frozen:
     norm = target.weights.norm
     assert norm is not None  # only draft heads lack one
     return Frozen(
-        target.weights.embedding.float(), norm.float(), target.config.norm_eps, head_rows.float()
+        target.embed(torch.arange(target.vocab_size, device=target.device)).cpu(),
+        norm.float().cpu(),
+        target.config.norm_eps,
+        head_rows.float().cpu(),
     )
 
 
