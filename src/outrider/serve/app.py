@@ -23,6 +23,7 @@ from outrider.serve.errors import ApiError, bad_request
 from outrider.serve.exchange import Exchange, as_api_error
 from outrider.serve.keys import Caller
 from outrider.serve.logs import log_request
+from outrider.serve.openapi import document
 from outrider.serve.service import Service
 from outrider.serve.tokens import detokenize, tokenize
 from outrider.serve.wire import (
@@ -59,6 +60,10 @@ async def ready(service: Service, exchange: Exchange) -> None:
 
 async def version(service: Service, exchange: Exchange) -> None:
     await exchange.reply({"version": __version__})
+
+
+async def openapi(service: Service, exchange: Exchange) -> None:
+    await exchange.reply(document())
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
@@ -102,6 +107,7 @@ API: dict[tuple[str, str], Handler] = {
     ("POST", "/tokenize"): tokenize,
     ("POST", "/detokenize"): detokenize,
     ("GET", "/version"): version,
+    ("GET", "/openapi.json"): openapi,
 }
 ADMIN: dict[tuple[str, str], Handler] = {("GET", "/metrics"): metrics, ("GET", "/version"): version}
 
