@@ -241,7 +241,7 @@ def test_several_answers_in_one_stream() -> None:
 
 
 def test_a_streamed_completion_is_the_whole_one() -> None:
-    body = {"model": NAME, "prompt": "hello", "max_tokens": 12, "logprobs": 1, "echo": False}
+    body = {"model": NAME, "prompt": "hello", "max_tokens": 12, "logprobs": 1, "seed": 1}
     response = post(TEXT, {**body, "stream": True, "stream_options": {"include_usage": True}})
     *chunks, last, done = response.events
     whole = post(TEXT, body).json()["choices"][0]
