@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from heads_fakes import (
     draft_tokens,
     head_config,
@@ -11,14 +13,19 @@ from heads_fakes import (
     random_head,
     tiny_target,
 )
-from torch import Tensor
-
+from outrider.core.noise import Noise, Purpose, Stream
+from outrider.core.sampling import SamplingParams
 from outrider.core.tree import DraftTree
+from outrider.drafters.base import Commit, NodeBudget, SequenceView
+from outrider.drafters.growth import TreeShape
+from outrider.drafters.heads import make_drafter
 from outrider.models.heads.config import HeadConfig
 from outrider.models.heads.eagle import EagleModel
+from outrider.models.heads.files import Head
 from outrider.models.target import Segment
 from outrider.train.features import compute_features
 from outrider.train.heads import Frozen, HeadModule, rms, unroll
+from outrider.train.setup import with_vocabulary
 
 VARIANTS = {
     "eagle": ("eagle", {}),
@@ -109,6 +116,43 @@ def test_the_check_of_wiring_can_fail() -> None:
     wrong = trained_logits(head_config("eagle3", fc_norm=True), tensors, tokens, features)
     assert torch.equal(right[0], wrong[0])
     assert (right[1] - wrong[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [TreeShape(1, 1), TreeShape(3, 2), TreeShape(4, 4)])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3.1"])
+def test_a_tree_grown_natively_is_the_one_grown_level_by_level(
+    name: str, shape: TreeShape, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native twin of `Growth` makes the same nodes with the same confidence."""
+    config, target = variant(name), tiny_target("native")
+    tensors = with_vocabulary(random_head(config), draft_tokens(), 97)
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(0, 97, (12,), generator=generator).tolist()
+    features = torch.randn(11, len(config.features), 64, generator=generator)
+
+    def propose() -> list[DraftTree]:
+        drafter = make_drafter(
+            Head(config, tensors), target, source=None, shape=shape, sequences=1, length=64
+        )
+        trees = []
+        for seed, end in enumerate((8, 9, 12)):
+            start = 0 if seed == 0 else (8, 9)[seed - 1]
+            first = max(start - 1, 0)
+            drafter.observe([Commit(1, tuple(tokens[start:end]))])
+            drafter.observe([Commit(1, (), "", features[first : end - 1], first)])
+            params = SamplingParams(temperature=temperature)
+            stream = Stream(Noise(seed), Purpose.TOKEN)
+            view = SequenceView(1, tokens[:end], 4, params, frozenset({8}), stream)
+            trees += drafter.propose([view], [NodeBudget(9, 4)])
+        return trees
+
+    native_trees = propose()
+    monkeypatch.setattr(EagleModel, "grows_natively", False)
+    for found, wanted in zip(native_trees, propose(), strict=True):
+        assert (found.tokens, found.parents) == (wanted.tokens, wanted.parents)
+        assert found.confidence == pytest.approx(wanted.confidence, rel=2e-3)
+        assert len(found) > 2
 
 
 def test_draft_vocabulary_is_even() -> None:

@@ -118,6 +118,12 @@ class Noise:
         """
         return Noise(_mix((self.seed ^ _mix((start + _GAMMA) & _MASK)) & _MASK))
 
+    def key(self, position: int, purpose: Purpose) -> int:
+        """Where the generator is entered for a position: the numbers of its tokens follow."""
+        key = _mix((self.seed + _GAMMA) & _MASK)
+        key = _mix(((key ^ position) + _GAMMA) & _MASK)
+        return _mix(((key ^ int(purpose)) + _GAMMA) & _MASK)
+
     def uniform(
         self, ids: npt.NDArray[np.int64], *, position: int, purpose: Purpose
     ) -> npt.NDArray[np.float64]:
@@ -128,10 +134,7 @@ class Noise:
         self, bits: npt.NDArray[np.uint64], *, position: int, purpose: Purpose
     ) -> npt.NDArray[np.float64]:
         """`uniform` from spread ids, which are not changed."""
-        key = _mix((self.seed + _GAMMA) & _MASK)
-        key = _mix(((key ^ position) + _GAMMA) & _MASK)
-        key = _mix(((key ^ int(purpose)) + _GAMMA) & _MASK)
-        bits = bits + np.uint64(key)
+        bits = bits + np.uint64(self.key(position, purpose))
         _mix_array(bits)
         bits >>= np.uint64(12)  # with 53 bits the added half would round, and 1 could occur
         uniform = bits.astype(np.float64)

@@ -360,6 +360,12 @@ class Subset:
         return row
 
 
+def is_bare(params: SamplingParams, history: History) -> bool:
+    """Is the distribution the softmax of the logits over the temperature, with nothing else?"""
+    cut = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    return not (cut and params.temperature > 0) and not _names_tokens(params, history)
+
+
 def _names_tokens(params: SamplingParams, history: History) -> bool:
     """Do the request's rules speak of certain tokens?"""
     return bool(

@@ -13,7 +13,7 @@ Shapes: R rows, N rows of a tree, F features, D target width, H head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,14 +21,17 @@ from torch import Tensor
 from outrider.core.sampling import Subset
 from outrider.core.tree import DraftTree
 from outrider.drafters.base import Commit, Needs, NodeBudget, SequenceView
-from outrider.drafters.growth import Growth, TreeShape
+from outrider.drafters.growth import HOPELESS, Growth, TreeShape
 from outrider.errors import InvalidParameter
 from outrider.models.cache import KVCache
 from outrider.models.heads.eagle import EagleModel
+from outrider.models.native import DraftRows, DraftRule
 from outrider.models.target import Segment, Target
 
 CATCH_UP_CHUNK = 256
-TREE_ROWS = 128  # rows of the head's cache behind the last position, for guesses
+TREE_ROWS = (
+    40  # per node of a level: rows of the head's cache behind the last position, for guesses
+)
 
 
 @dataclass
@@ -84,11 +87,25 @@ class EagleDrafter:
         self._model = model
         self._subset = subset
         self._length = length
-        rows = length + TREE_ROWS
+        rows = length + TREE_ROWS * self.shape.beam
         self.needs = Needs(
             layers=model.features, memory_bytes=model.cache_shape.nbytes(sequences, rows)
         )
         self._cache: KVCache = model.new_cache(slots=sequences, length=rows)
+        self._rule = DraftRule(
+            beam=self.shape.beam,
+            branching=self.shape.branching,
+            nodes=0,
+            depth=0,
+            hopeless=HOPELESS,
+            temperature=0.0,
+            ends=frozenset(),
+            noise=(),
+            norm_output=False,
+            ids=None if subset is None else torch.from_numpy(subset.ids).int(),
+            fc=None,
+            fc_bias=None,
+        )
         self._known: dict[int, _Known] = {}
         self._free = list(range(sequences))
 
@@ -123,6 +140,8 @@ class EagleDrafter:
         able = [g for g in growths if g.wants_more and self._ready(g)]
         for growth in able:
             self._catch_up(self._known[growth.view.id])
+            if self._model.grows_natively and growth.is_bare:
+                self._grow_natively(growth)
         states: dict[int, Tensor] = {}  # by sequence, what the rows of the last pass gave
         while active := [g for g in able if g.wants_more]:
             self._expand(active, states)
@@ -152,6 +171,24 @@ class EagleDrafter:
             self._model.forward([Segment(known.slot, chunk)], rows, self._cache)
             self._cache.keep(known.slot, range(len(chunk)))
             known.states = [pending[CATCH_UP_CHUNK:]]
+
+    def _grow_natively(self, growth: Growth) -> None:
+        """The whole tree in one call; what `_expand` does level by level."""
+        known, view = self._known[growth.view.id], growth.view
+        assert known.slot is not None
+        tokens = tuple(known.tokens[self._cache.lengths[known.slot] + 1 :])
+        rows = DraftRows(tokens, known.pending())
+        rule = replace(
+            self._rule,
+            nodes=growth.budget.nodes,
+            depth=growth.budget.depth,
+            temperature=view.params.temperature,
+            ends=view.ends,
+            noise=growth.noise_keys(),
+        )
+        nodes = self._model.draft(self._cache, known.slot, rows, rule)
+        known.states = [rows.states[-1:]]
+        growth.fill(nodes.tokens, nodes.parents, nodes.confidence)
 
     def _expand(self, growths: Sequence[Growth], states: dict[int, Tensor]) -> None:
         """One pass for all growing trees; each grows by a level. Changes ``states``."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from outrider.core.noise import Purpose
-from outrider.core.sampling import Subset, candidates, draw
+from outrider.core.noise import Noise, Purpose
+from outrider.core.sampling import Subset, candidates, draw, is_bare
 from outrider.core.tree import NO_PARENT, DraftTree
 from outrider.drafters.base import NodeBudget, SequenceView
 from outrider.errors import InvalidParameter
@@ -67,6 +67,22 @@ class Growth:
     def wants_more(self) -> bool:
         return bool(self.frontier)
 
+    @property
+    def is_bare(self) -> bool:
+        """May a twin that knows nothing of penalties, truncation and `q` grow this tree?"""
+        view = self.view
+        noise = isinstance(view.stream.source, Noise) and view.stream.purpose is Purpose.TOKEN
+        return noise and is_bare(view.params, view.history())
+
+    def noise_keys(self) -> tuple[int, ...]:
+        """The keys of the noise of each depth; none at temperature 0."""
+        stream = self.view.stream
+        if self.view.params.temperature == 0 or not isinstance(stream.source, Noise):
+            return ()
+        first = len(self.view.tokens)
+        depths = range(self.budget.depth)
+        return tuple(stream.source.key(first + depth, stream.purpose) for depth in depths)
+
     def pass_tree(self) -> DraftTree:
         """The nodes that the next pass must carry."""
         row = {node: index for index, node in enumerate(self.inner)}
@@ -86,6 +102,15 @@ class Growth:
             children += self._children(node, logits_NW[row[node]], subset)
         self.frontier = self._promising(children)
         self.inner += self.frontier
+
+    def fill(
+        self, tokens: Sequence[int], parents: Sequence[int], confidence: Sequence[float]
+    ) -> None:
+        """Take nodes that were grown elsewhere by the same rule; nothing is left to grow."""
+        nodes = zip(tokens[1:], parents[1:], confidence[1:], strict=True)
+        for token, parent, chance in nodes:
+            self._add(parent, token, chance)
+        self.frontier = []
 
     def tree(self) -> DraftTree:
         """The best nodes within the budget; parents come first, since no child beats its own."""

@@ -11,7 +11,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -29,7 +41,7 @@ from outrider.kernels.quantised import (
     Weight,
 )
 
-ABI = 2
+ABI = 3
 BLOCK = 32  # output columns that are packed together
 
 
@@ -112,6 +124,33 @@ class PassStruct(Structure):
     )
 
 
+class DraftStruct(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("slot", "cached", "prefix", "beam", "branching", "nodes")),
+        *((name, c_int32) for name in ("depth", "threads", "norm_output", "ends", "capacity")),
+        ("hopeless", c_double),
+        ("temperature", c_double),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("tokens", POINTER(c_int32)),
+        ("states", c_void_p),
+        ("fc", POINTER(MatrixStruct)),
+        ("fc_bias", c_void_p),
+        ("ids", c_void_p),
+        ("end", POINTER(c_int32)),
+        ("noise", POINTER(c_uint64)),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("layer_stride", c_int64),
+        ("slot_stride", c_int64),
+        ("head_stride", c_int64),
+        ("token", POINTER(c_int32)),
+        ("parent", POINTER(c_int32)),
+        ("confidence", POINTER(c_double)),
+        ("count", c_int32),
+    )
+
+
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_abi_version": (c_int, ()),
     "outrider_isa": (c_char_p, ()),
@@ -132,6 +171,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "outrider_plan_new": (c_void_p, (POINTER(ModelStruct),)),
     "outrider_plan_free": (None, (c_void_p,)),
+    "outrider_plan_draft": (c_int, (c_void_p, POINTER(DraftStruct))),
     "outrider_plan_run": (c_int, (c_void_p, POINTER(PassStruct))),
 }
 
@@ -341,6 +381,15 @@ class Plan:
         """
         if _library().outrider_plan_run(self._handle, byref(step)):
             raise OutOfMemory(f"no memory for the activations of {step.rows} rows")
+
+    def draft(self, draft: DraftStruct) -> None:
+        """A whole draft of a head. The caller vouches for every pointer and index in ``draft``.
+
+        Raises:
+            OutOfMemory: no room for the activations.
+        """
+        if _library().outrider_plan_draft(self._handle, byref(draft)):
+            raise OutOfMemory("no memory for the activations of a draft")
 
     def __del__(self) -> None:
         if self._handle:

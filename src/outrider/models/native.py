@@ -12,7 +12,7 @@ Shapes: M rows of a pass, D width, V vocabulary, F features, N outputs, K inputs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import c_int32
+from ctypes import c_double, c_int32, c_uint64, pointer
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from outrider.errors import InvalidParameter, ModelError
 from outrider.kernels import native, quantised
 from outrider.kernels.native import (
     Arena,
+    DraftStruct,
     Kind,
     LayerStruct,
     ModelStruct,
@@ -105,6 +106,48 @@ class NativeWeights:
     layers: tuple[NativeLayer, ...]
     norm: Tensor | None
     head: PackedMatrix
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The true rows of a draft: tokens to cache and the root, with fp32 states [rows, D]."""
+
+    tokens: tuple[int, ...]
+    states: Tensor
+
+
+@dataclass(frozen=True)
+class DraftRule:
+    """How a tree grows; see `Growth` in drafters/growth.py.
+
+    Attributes:
+        norm_output: a child starts from the parent's state after the final norm.
+        fc, fc_bias: a row starts from fc [embedding, state] + bias (EAGLE-1).
+        ids: int32 [W], the target's ids of the draft vocabulary; `None` for all.
+        noise: keys of the positions' noise, one per depth; for a temperature above 0.
+    """
+
+    beam: int
+    branching: int
+    nodes: int
+    depth: int
+    hopeless: float
+    temperature: float
+    ends: frozenset[int]
+    noise: tuple[int, ...]
+    norm_output: bool
+    ids: Tensor | None
+    fc: PackedMatrix | None
+    fc_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class DraftNodes:
+    """All nodes of a draft in the order they were made, the root first."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidence: list[float]
 
 
 class _Builder:
@@ -433,6 +476,63 @@ class NativeTransformer:
                 features=states.data_ptr(),
             )
         )
+
+    def draft(self, cache: KVCache, slot: int, rows: DraftRows, rule: DraftRule) -> DraftNodes:
+        """Grow a whole tree in one call: the native twin of `drafters/growth.py` for draft heads.
+
+        Keeps the rows before the root in the cache; what is written while guessing is dropped.
+
+        Raises:
+            InvalidParameter: states that do not fit the tokens, or a cache without room.
+        """
+        count = len(rows.tokens)
+        check_inputs(rows.states, rows=count, width=self.config.width)
+        states = rows.states.float().contiguous()
+        capacity = 1 + rule.branching * (1 + rule.beam * (rule.depth - 1))
+        start = cache.stage(slot, count + rule.beam * rule.depth)
+        token, parent = (c_int32 * capacity)(), (c_int32 * capacity)()
+        confidence = (c_double * capacity)()
+        cos, sin = self._rotation_table(cache)
+        keys = cache.keys
+        noise = (c_uint64 * rule.depth)(*rule.noise) if rule.noise else None
+        job = DraftStruct(
+            slot=slot,
+            cached=start,
+            prefix=count - 1,
+            beam=rule.beam,
+            branching=rule.branching,
+            nodes=rule.nodes,
+            depth=rule.depth,
+            threads=self.threads or torch.get_num_threads(),
+            norm_output=int(rule.norm_output),
+            ends=len(rule.ends),
+            capacity=capacity,
+            hopeless=rule.hopeless,
+            temperature=rule.temperature,
+            cosine=cos.data_ptr(),
+            sine=sin.data_ptr(),
+            tokens=_ints(rows.tokens),
+            states=states.data_ptr(),
+            fc=None if rule.fc is None else pointer(rule.fc.struct),
+            fc_bias=_pointer(rule.fc_bias),
+            ids=_pointer(rule.ids),
+            end=_ints(tuple(rule.ends)),
+            noise=noise,
+            keys=keys.data_ptr(),
+            values=cache.values.data_ptr(),
+            layer_stride=keys.stride(0),
+            slot_stride=keys.stride(1),
+            head_stride=keys.stride(2),
+            token=token,
+            parent=parent,
+            confidence=confidence,
+        )
+        try:
+            self._plan.draft(job)
+        finally:
+            cache.keep(slot, range(count - 1) if job.count else ())
+        n = job.count
+        return DraftNodes(token[:n], parent[:n], confidence[:n])
 
     def _rotation_table(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         """cos and sin [C, D / 2] for the positions of a cache."""

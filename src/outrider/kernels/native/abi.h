@@ -79,4 +79,30 @@ struct Pass {
   float* features;            // [rows, feature_layers, width]
 };
 
+// A whole draft of a head for one sequence: rows of true states, then level after level of a tree.
+// A row's state is what its parent's pass gave (after the final norm with `norm_output`); with `fc`
+// the row starts from fc [embedding, state] + bias instead of the state itself.
+struct Draft {
+  int32_t slot, cached;     // rows of the slot that are kept
+  int32_t prefix;           // rows to keep before the root; they are written behind `cached`
+  int32_t beam, branching, nodes, depth, threads, norm_output, ends, capacity;
+  double hopeless, temperature;
+  const float* cosine;
+  const float* sine;
+  const int32_t* tokens;    // [prefix + 1], the root last
+  const float* states;      // [prefix + 1, width]
+  const Matrix* fc;         // null, or [width, 2 * width]
+  const float* fc_bias;     // [width]
+  const int32_t* ids;       // null, or [vocab]: the target's ids of the draft vocabulary
+  const int32_t* end;       // [ends] tokens that nothing follows
+  const uint64_t* noise;    // [depth] keys of the positions' noise, for a temperature above 0
+  uint16_t* keys;
+  uint16_t* values;
+  int64_t layer_stride, slot_stride, head_stride;
+  int32_t* token;           // [capacity] the nodes that were made, the root first
+  int32_t* parent;
+  double* confidence;
+  int32_t count;            // out: how many
+};
+
 }  // namespace outrider

@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "draft.h"
 #include "pack.h"
 #include "pass.h"
 #include "pool.h"
@@ -82,6 +83,18 @@ void take_acts(Arena& arena, ActsBuffer& acts, int64_t rows, int64_t k, bool flo
 }
 
 }  // namespace
+
+// y[rows, n] = x[rows, k] w^T
+static void multiply(const Matrix& w, const float* x, int64_t ldx, int32_t rows, float* y,
+                     int64_t ldy, int32_t threads) {
+  Arena arena;
+  LinearJob job{&w, x, y, ldx, ldy, rows, {}};
+  do {
+    arena.begin();
+    take_acts(arena, job.acts, rows, w.k, true, true);
+  } while (!arena.fits());
+  run_region(threads, chosen()->linear, &job);
+}
 
 // A model and the buffers of its passes. Passes of one plan take turns.
 struct Plan {
@@ -186,8 +199,13 @@ struct Plan {
 
   void run(const Pass& pass) {
     std::lock_guard<std::mutex> guard(turn);
-    int count = pass.threads < 1 ? 1 : pass.threads > kMostThreads ? kMostThreads : pass.threads;
     find_paths(pass);
+    execute(pass);
+  }
+
+  // A pass whose paths are known.
+  void execute(const Pass& pass) {
+    int count = pass.threads < 1 ? 1 : pass.threads > kMostThreads ? kMostThreads : pass.threads;
     cut_tiles(pass, count);
     Job job{};
     job.model = &model;
@@ -201,6 +219,126 @@ struct Plan {
     job.tile_bound = tile_bound.data();
     job.thread = threads.data();
     run_region(count, chosen()->pass, &job);
+  }
+
+  void draft(Draft& draft) {
+    std::lock_guard<std::mutex> guard(turn);
+    Growth tree;
+    tree.add(draft.tokens[draft.prefix], -1, 1.0);
+    int width = model.width, first_rows = draft.prefix + 1;
+    std::vector<int32_t> tokens(draft.tokens, draft.tokens + first_rows);
+    std::vector<float> states(draft.states, draft.states + (size_t)first_rows * width);
+    std::vector<int32_t> row_of(1, draft.cached + draft.prefix);  // cache row of each node
+    std::vector<int> level(1, 0);                                 // the nodes of this pass
+    std::vector<float> logits, features, inputs;
+    std::vector<Choice> choices;
+    int written = draft.cached;
+    while (true) {
+      int rows = (int)tokens.size(), nodes = (int)level.size();
+      Segment segment{draft.slot, written, 0, rows, rows - nodes, 0};
+      set_paths(draft, tree, level, row_of, segment);
+      logits.resize((size_t)nodes * model.vocab);
+      features.resize((size_t)rows * width);
+      std::vector<int32_t> logit_row, unused((size_t)rows, -1);
+      for (int i = 0; i < nodes; i++) logit_row.push_back(rows - nodes + i);
+      int32_t last = model.layers;
+      const float* start = draft.fc ? joined(draft, tokens, states, inputs) : states.data();
+      execute(Pass{rows, 1, nodes, 1, draft.threads, draft.cosine, draft.sine, tokens.data(),
+                   unused.data(), &segment, logit_row.data(), &last, draft.keys, draft.values,
+                   draft.layer_stride, draft.slot_stride, draft.head_stride, start, logits.data(),
+                   features.data()});
+      written += rows;
+      int made = (int)tree.token.size();
+      for (int i = 0; i < nodes; i++) {
+        int depth = tree.depth[(size_t)level[(size_t)i]];
+        choose(draft, logits.data() + (size_t)i * model.vocab, model.vocab, depth, choices);
+        for (const Choice& c : choices)
+          tree.add(draft.ids ? draft.ids[c.token] : c.token, level[(size_t)i], c.chance);
+      }
+      tree.advance(draft, made);
+      if (tree.frontier.empty()) break;
+      next_level(draft, tree, level, row_of, written, features, rows, tokens, states);
+    }
+    draft.count = (int32_t)std::min<size_t>(tree.token.size(), (size_t)draft.capacity);
+    std::copy_n(tree.token.begin(), draft.count, draft.token);
+    std::copy_n(tree.parent.begin(), draft.count, draft.parent);
+    std::copy_n(tree.confidence.begin(), draft.count, draft.confidence);
+  }
+
+  // What the rows of a draft's pass see: the rows before them, or their ancestors in the tree.
+  void set_paths(const Draft& draft, const Growth& tree, const std::vector<int>& level,
+                 const std::vector<int32_t>& row_of, const Segment& segment) {
+    path.assign((size_t)segment.rows, RowPath{});
+    past.clear();
+    int base = draft.cached + draft.prefix;
+    for (int i = 0; i < segment.prefix; i++) {
+      int visible = segment.cached + i + 1;
+      path[(size_t)i] = {0, visible, visible, nullptr};
+    }
+    std::vector<size_t> start;
+    for (size_t i = 0; i < level.size(); i++) {
+      start.push_back(past.size());
+      for (int node = level[i]; node >= 0; node = tree.parent[(size_t)node])
+        past.push_back(row_of[(size_t)node]);
+      std::reverse(past.begin() + (long)start[i], past.end());
+      int visible = base + (int)(past.size() - start[i]);
+      path[(size_t)segment.prefix + i] = {0, visible, base, nullptr};
+    }
+    for (size_t i = 0; i < level.size(); i++)
+      path[(size_t)segment.prefix + i].past = past.data() + start[i];
+  }
+
+  // The frontier becomes the level: its tokens, its parents' states and its cache rows.
+  void next_level(const Draft& draft, const Growth& tree, std::vector<int>& level,
+                  std::vector<int32_t>& row_of, int written, const std::vector<float>& features,
+                  int rows, std::vector<int32_t>& tokens, std::vector<float>& states) {
+    int width = model.width, first = rows - (int)level.size();
+    tokens.clear();
+    states.resize(tree.frontier.size() * (size_t)width);
+    row_of.resize(tree.token.size(), -1);
+    for (size_t i = 0; i < tree.frontier.size(); i++) {
+      int node = tree.frontier[i];
+      int parent = tree.parent[(size_t)node];
+      size_t at = (size_t)(std::find(level.begin(), level.end(), parent) - level.begin());
+      const float* from = features.data() + ((size_t)first + at) * width;
+      float* to = states.data() + i * width;
+      std::copy_n(from, width, to);
+      if (draft.norm_output && model.final_norm) {
+        double squares = 0;
+        for (int c = 0; c < width; c++) squares += (double)from[c] * from[c];
+        float scale = 1.0f / std::sqrt((float)(squares / width) + model.epsilon);
+        for (int c = 0; c < width; c++) to[c] = from[c] * scale * model.final_norm[c];
+      }
+      tokens.push_back(tree.token[(size_t)node]);
+      row_of[(size_t)node] = written + (int32_t)i;
+    }
+    level = tree.frontier;
+  }
+
+  // fc [embedding, state] + bias of every row.
+  const float* joined(const Draft& draft, const std::vector<int32_t>& tokens,
+                      const std::vector<float>& states, std::vector<float>& out) {
+    size_t width = (size_t)model.width, rows = tokens.size();
+    std::vector<float> x(rows * 2 * width);
+    for (size_t r = 0; r < rows; r++) {
+      float* to = x.data() + r * 2 * width;
+      size_t at = (size_t)tokens[r] * width;
+      for (size_t c = 0; c < width; c++) {
+        if (model.embedding_float32) {
+          to[c] = ((const float*)model.embedding)[at + c];
+        } else {
+          uint32_t bits = (uint32_t)((const uint16_t*)model.embedding)[at + c] << 16;
+          std::memcpy(to + c, &bits, 4);
+        }
+      }
+      std::copy_n(states.data() + r * width, width, to + width);
+    }
+    out.resize(rows * width);
+    multiply(*draft.fc, x.data(), (int64_t)(2 * width), (int32_t)rows, out.data(),
+             (int64_t)width, draft.threads);
+    for (size_t r = 0; r < rows; r++)
+      for (size_t c = 0; c < width; c++) out[r * width + c] += draft.fc_bias[c];
+    return out.data();
   }
 };
 
@@ -221,7 +359,7 @@ static int guarded(Body&& body) {
   }
 }
 
-EXPORT int outrider_abi_version() { return 2; }
+EXPORT int outrider_abi_version() { return 3; }
 
 // The instruction set in use, or an empty string where there is none for this machine.
 EXPORT const char* outrider_isa() { return chosen() ? chosen()->name : ""; }
@@ -257,18 +395,9 @@ EXPORT void outrider_pack_int8_groups(const int8_t* w, const uint16_t* scale, in
   pack_int8_groups(w, scale, n, k, out);
 }
 
-// y[rows, n] = x[rows, k] w^T
 EXPORT int outrider_linear(const Matrix* w, const float* x, int64_t ldx, int32_t rows, float* y,
                            int64_t ldy, int32_t threads) {
-  return guarded([&] {
-    Arena arena;
-    LinearJob job{w, x, y, ldx, ldy, rows, {}};
-    do {
-      arena.begin();
-      take_acts(arena, job.acts, rows, w->k, true, true);
-    } while (!arena.fits());
-    run_region(threads, chosen()->linear, &job);
-  });
+  return guarded([&] { multiply(*w, x, ldx, rows, y, ldy, threads); });
 }
 
 EXPORT Plan* outrider_plan_new(const Model* model) {
@@ -281,6 +410,9 @@ EXPORT Plan* outrider_plan_new(const Model* model) {
 }
 EXPORT void outrider_plan_free(Plan* plan) { delete plan; }
 
+EXPORT int outrider_plan_draft(Plan* plan, Draft* draft) {
+  return guarded([&] { plan->draft(*draft); });
+}
 EXPORT int outrider_plan_run(Plan* plan, const Pass* pass) {
   return guarded([&] { plan->run(*pass); });
 }

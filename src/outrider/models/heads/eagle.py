@@ -14,7 +14,7 @@ W draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +25,22 @@ from outrider.kernels.native import PackedMatrix, pack
 from outrider.models.cache import CacheShape, KVCache
 from outrider.models.config import LayerConfig, ModelConfig
 from outrider.models.heads.config import HeadConfig
-from outrider.models.heads.kernels import Decoder, Tensors, projection, round_weight
-from outrider.models.native import NativeLayer, NativeTransformer, NativeWeights, interleaved
+from outrider.models.heads.kernels import (
+    Decoder,
+    Tensors,
+    packed_projection,
+    projection,
+    round_weight,
+)
+from outrider.models.native import (
+    DraftNodes,
+    DraftRows,
+    DraftRule,
+    NativeLayer,
+    NativeTransformer,
+    NativeWeights,
+    interleaved,
+)
 from outrider.models.rope import Rope
 from outrider.models.target import Segment
 from outrider.models.transformer import Transformer
@@ -87,6 +101,11 @@ class EagleModel:
         else:
             self._decoder = _torch_decoder(config, tensors, target, head)
         self._fc = projection(tensors["fc.weight"], target)
+        self._fc_packed = (
+            packed_projection(tensors["fc.weight"], target)
+            if isinstance(target, NativeTransformer) and config.kind == "eagle"
+            else None
+        )
         self._token_residual = (
             projection(tensors["token_residual.weight"], target) if config.token_residual else None
         )
@@ -138,6 +157,28 @@ class EagleModel:
             last = rows[len(segment.prefix) :, 0].float()
             states.append(self._decoder.norm(last).float() if self.config.norm_output else last)
         return HeadForward(passed.logits, states)
+
+    @property
+    def grows_natively(self) -> bool:
+        """Can `draft` be used?"""
+        plain = self._token_residual is None and not self.config.norm_before_residual
+        return isinstance(self._decoder, NativeTransformer) and plain
+
+    def draft(self, cache: KVCache, slot: int, rows: DraftRows, rule: DraftRule) -> DraftNodes:
+        """Grow a whole tree in one call of the native kernels.
+
+        Args:
+            rule: of the request; what belongs to the head is filled in here.
+        """
+        assert isinstance(self._decoder, NativeTransformer)
+        first = self.config.kind == "eagle"
+        rule = replace(
+            rule,
+            norm_output=self.config.norm_output,
+            fc=self._fc_packed if first else None,
+            fc_bias=self._vectors["fc.bias"] if first else None,
+        )
+        return self._decoder.draft(cache, slot, rows, rule)
 
     def _inputs(self, tokens_M: Tensor, states_MH: Tensor) -> Tensor:
         config = self.config

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.kernels import native, quantised
 from outrider.kernels.linear import make_linear
-from outrider.kernels.native import pack
+from outrider.kernels.native import PackedMatrix, pack
 from outrider.kernels.quantised import FloatWeight, Weight
 from outrider.models.native import NativeTransformer
 from outrider.models.transformer import Transformer
@@ -34,16 +34,23 @@ def round_weight(weight_NK: Tensor, precision: str) -> Weight:
             return quantised.to_int8(weight_NK.float())
 
 
-def projection(weight_NK: Tensor, target: Decoder, *, small: bool = False) -> Project:
-    """x Wᵀ, fp32 out.
+def packed_projection(
+    weight_NK: Tensor, target: NativeTransformer, *, small: bool = False
+) -> PackedMatrix:
+    """A weight packed for the native kernels.
 
     Args:
         small: round as `round_weight` does; otherwise to bf16 at most, since a target's raw states
             are too uneven for int8 rows.
     """
+    precision = target.precision if small or target.precision == "fp32" else "bf16"
+    return pack(round_weight(weight_NK, precision))
+
+
+def projection(weight_NK: Tensor, target: Decoder, *, small: bool = False) -> Project:
+    """x Wᵀ, fp32 out; ``small`` as in `packed_projection`."""
     if isinstance(target, NativeTransformer):
-        precision = target.precision if small or target.precision == "fp32" else "bf16"
-        packed = pack(round_weight(weight_NK, precision))
+        packed = packed_projection(weight_NK, target, small=small)
         return lambda x: native.linear(
             x.float(), packed, threads=target.threads or torch.get_num_threads()
         )
