@@ -12,7 +12,7 @@ DEV     := $(VENV)/.dev-installed
 INPUTS  := pyproject.toml constraints.txt setup.py $(wildcard src/outrider/kernels/native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-peers docs dist clean
+.PHONY: help setup demo test test-vllm check bench bench-peers docs dist clean
 
 help:  ## List the commands.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ demo: $(RUN)  ## Answer five prompts with and without speculation, and compare.
 
 test: $(DEV)  ## Run all tests.
 	$(BIN)/python -m pytest
+
+# HEADS="DIR ..." for others than the shipped ones.
+test-vllm: $(RUN)  ## Serve the shipped EAGLE-3 heads in vLLM on CPU and compare what is accepted.
+	$(BIN)/python benchmarks/interop/vllm_heads.py $(HEADS)
 
 check: $(DEV)  ## Lint, check the format and the types.
 	$(BIN)/ruff check .
