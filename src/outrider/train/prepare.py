@@ -346,14 +346,31 @@ class _Preparation:
             done = min(total / wanted, 1.0)
             self._progress(Progress(total, wanted, speed, len(self.data.samples), done))
 
+    def _own_turns(self, number: int, seed: int) -> list[TrainPrompt]:
+        """The target's own user turns of a round, kept until its end."""
+        path = self.data.folder / "own-turns.json"
+        config = self.config
+        key = [number, seed, config.own_turns]
+        if path.exists():
+            kept = json.loads(path.read_text("utf-8"))
+            if kept["key"] == key:
+                return [make_prompt("own", turns) for turns in kept["prompts"]]
+        found = own_turns(
+            self.engine, self.tokenizer, count=config.own_turns, seed=seed, stop=self.stop
+        )
+        if not self.stop():
+            kept = {"key": key, "prompts": [prompt.messages for prompt in found]}
+            fresh = path.with_suffix(".new")
+            fresh.write_text(json.dumps(kept), "utf-8")
+            fresh.replace(path)
+        return found
+
     def round(self, number: int) -> None:
         """Write one round; what it has of it already is not written again."""
         config = self.config
         seed = config.seed * 1_000_003 + number
         writer = Writer(seed)
-        first = own_turns(
-            self.engine, self.tokenizer, count=config.own_turns, seed=seed, stop=self.stop
-        )
+        first = self._own_turns(number, seed)
         if self.stop():
             return
         first += [writer.task() for _ in range(config.tasks)]
@@ -415,7 +432,11 @@ def prepare(
         _note_round(folder, number, config)
         idle = idle + 1 if len(data.samples) == before else 0
         if idle > 1:
-            raise InvalidParameter("two whole rounds brought no new prompt; change the seed")
+            raise InvalidParameter(
+                "two whole rounds brought no new answer (the last left out "
+                f"{data.left_out.too_long} prompts that do not fit the context); change the seed, "
+                "or give prompts"
+            )
     data.complete = data.answer_tokens >= config.tokens
     return data
 
