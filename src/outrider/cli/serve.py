@@ -33,6 +33,7 @@ AdminPort = Annotated[
 Slots = Annotated[int | None, typer.Option(help="Requests that run at once. Default: 16.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log lines are JSON objects.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
+Ui = Annotated[bool, typer.Option("--ui", help="Serve a page to try the model with, at /ui.")]
 HashKey = Annotated[
     bool, typer.Option("--hash-key", help="Read an API key from stdin, print its hash, and end.")
 ]
@@ -51,6 +52,7 @@ def serve(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     exact: options.Exact = False,
     threads: options.Threads = None,
+    ui: Ui = False,
     log_level: LogLevel = None,
     log_json: LogJson = False,
     hash_key: HashKey = False,
@@ -69,6 +71,7 @@ def serve(
         "weights": weights,
         "device": device,
         "exact": exact or None,
+        "ui": ui or None,
         "log_level": log_level,
         "log_json": log_json or None,
     }
@@ -133,8 +136,10 @@ def _run(session: Session, config: ServerConfig, *, threads: int | None) -> None
     )
     set_up_logs(level=config.log_level, as_json=config.log_json)
     service = Service(config, loaded)
+    page = " (try it at /ui)" if config.ui else ""
     names = ", ".join(f"{config.served_name}@{p}" for p in config.profile_names)
-    session.err.print(f"models: {config.served_name} = @{config.default}; {names}", markup=False)
+    models = f"models: {config.served_name} = @{config.default}; {names}{page}"
+    session.err.print(models, markup=False)
     if not config.keys and config.host not in ("127.0.0.1", "localhost", "::1"):
         session.err.print(
             f"warning: {config.host} is open to others and no keys are set", markup=False

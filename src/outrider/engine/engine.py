@@ -495,6 +495,7 @@ class Engine:
     ) -> Update:
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         update = sequence.commit(tokens)
+        update = replace(update, accepted=min(len(verdict.path), len(update.tokens)))
         if sequence.params.logprobs is None:
             return update
         nodes = (0, *verdict.path)

@@ -39,6 +39,7 @@ class Update:
         text: new text that can no longer change (a possible stop string or an unfinished
             character is held back).
         logprobs: one entry per new token where asked for.
+        accepted: how many of the tokens, from the first, were guesses.
         finish_reason: set in the last update. "cancelled" by its owner, "expired" in the queue,
             "error" by a fault.
         error: one line, with finish_reason "error" or "expired".
@@ -48,6 +49,7 @@ class Update:
     tokens: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    accepted: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
 

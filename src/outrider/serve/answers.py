@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.core.sampling import TokenLogprobs
 from outrider.engine import Completion, Update
+from outrider.models.tokenizer import Decoder, Detokenizer
 from outrider.records.request import acceptance_record, is_verify_step
 from outrider.serve.profiles import Choice
 from outrider.serve.reader import CallArguments, CallStart, Content, Piece, Reader, Reasoning
@@ -190,6 +191,21 @@ class ChatAnswer:
         self.calls[piece.index]["function"]["arguments"] += piece.text
         fragment = {"index": piece.index, "function": {"arguments": piece.text}}
         return {"tool_calls": [fragment]}
+
+
+class Trace:
+    """Tells the tokens of an answer apart, for the page that shows which were guessed."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._text = Detokenizer(decoder)
+
+    def step(self, update: Update) -> dict[str, Any]:
+        """A step: the text of each token (empty while a character is unfinished), and how many of
+        them, from the first, were guesses."""
+        texts = [self._text.feed([token]) for token in update.tokens]
+        if update.finish_reason is not None:
+            texts[-1] += self._text.flush()
+        return {"tokens": texts, "accepted": update.accepted}
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:

@@ -26,6 +26,7 @@ from outrider.serve.logs import log_request
 from outrider.serve.openapi import document
 from outrider.serve.service import Service
 from outrider.serve.tokens import detokenize, tokenize
+from outrider.serve.ui import page, policy
 from outrider.serve.wire import (
     JSON,
     ClientGone,
@@ -64,6 +65,11 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 async def openapi(service: Service, exchange: Exchange) -> None:
     await exchange.reply(document())
+
+
+async def ui(service: Service, exchange: Exchange) -> None:
+    headers = {"content-security-policy": policy(), "x-content-type-options": "nosniff"}
+    await exchange.reply_bytes(page(), kind="text/html; charset=utf-8", headers=headers)
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
@@ -127,6 +133,9 @@ class App:
         self._routes = dict(ADMIN if admin else API)
         if not admin and config.admin_port is None:
             self._routes |= ADMIN
+        self._public = dict(PUBLIC)
+        if config.ui and not admin:
+            self._public["GET", "/ui"] = ui
         self._hosts = allowed_hosts(config, config.admin_host if admin else config.host)
         self._in_flight = 0
 
@@ -187,7 +196,7 @@ class App:
         if exchange.method == "OPTIONS":
             await exchange.reply_bytes(b"", status=204, kind="text/plain")
             return
-        handler = PUBLIC.get((exchange.method, exchange.path))
+        handler = self._public.get((exchange.method, exchange.path))
         if handler is None:
             exchange.caller = self._caller(exchange)
             handler = self._handler(exchange)
@@ -250,7 +259,7 @@ class App:
         handler = self._routes.get((exchange.method, path))
         if handler is not None:
             return handler
-        known = sorted(m for m, p in (*self._routes, *PUBLIC) if p == path)
+        known = sorted(m for m, p in (*self._routes, *self._public) if p == path)
         if not known:
             raise ApiError(404, "there is nothing at this path", code="not_found")
         allow = ", ".join(known)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.engine import Update
 from outrider.serve import plan
-from outrider.serve.answers import REPLY_ROLE, ChatAnswer, new_id, speculation, usage
+from outrider.serve.answers import REPLY_ROLE, ChatAnswer, Trace, new_id, speculation, usage
 from outrider.serve.exchange import EventStream, Exchange, as_api_error
 from outrider.serve.generation import Generation
 from outrider.serve.metrics import prompt_type
@@ -16,9 +17,11 @@ from outrider.serve.profiles import HEADER, Choice
 from outrider.serve.reader import PlainReader, Reader, ReasoningReader
 from outrider.serve.schema import ChatRequest, parse
 from outrider.serve.service import Service
+from outrider.serve.text import TextModel
 from outrider.serve.worker import Job
 
 PROMPT_TYPE = b"x-outrider-prompt-type"
+TRACE = b"x-outrider-trace"
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ async def prepare(service: Service, exchange: Exchange, request: ChatRequest) ->
         )
         for _ in jobs
     ]
-    generation = Generation(service, choice, kind, jobs, len(prompt))
+    traced = service.config.ui and exchange.headers.get(TRACE) == b"1"
+    generation = Generation(service, choice, kind, jobs, len(prompt), stepwise=traced)
     return Chat(request, choice, generation, answers, new_id("chatcmpl-"), int(time.time()))
 
 
@@ -174,7 +178,7 @@ async def _stream(service: Service, exchange: Exchange, chat: Chat) -> None:
     options = chat.request.stream_options
     pad = chat.choice.profile.pad or bool(options and options.include_obfuscation)
     stream = EventStream(exchange, service.metrics, chat.generation.labels, pad=pad)
-    chunks = _Chunks(chat)
+    chunks = _Chunks(chat, service.text)
     try:
         async with chat.generation as generation:
             while not generation.done:
@@ -200,13 +204,14 @@ class _Chunks:
 
     KIND = "chat.completion.chunk"
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, text: TextModel) -> None:
         self._chat = chat
         self._frame = chat.frame(self.KIND)
         self._tail = {"usage": None} if chat.wants_usage else {}
+        self._traces = [Trace(text) for _ in chat.answers] if chat.generation.stepwise else []
         self._begun: set[int] = set()
 
-    def of(self, index: int, update: Any) -> list[dict[str, Any]]:
+    def of(self, index: int, update: Update) -> list[dict[str, Any]]:
         """The chunks of one update: the role first, the finish reason last."""
         answer = self._chat.answers[index]
         deltas = answer.take(update)
@@ -219,6 +224,9 @@ class _Chunks:
         if answer.finish_reason is not None:
             entries = answer.pop_logprobs()
             found.append(self._chunk(index, {}, entries, finish=answer.finish_reason))
+        if self._traces and update.tokens:
+            found = found or [self._chunk(index, {})]
+            found[-1]["steps"] = [self._traces[index].step(update)]
         return found
 
     def _chunk(

@@ -24,6 +24,7 @@ class Generation:
 
     Attributes:
         prompt_type: a bounded label.
+        stepwise: updates are handed on one by one, as the engine brought them.
         outcome: how it ended, for the metrics.
     """
 
@@ -32,6 +33,7 @@ class Generation:
     prompt_type: str
     jobs: Sequence[Job]
     prompt_tokens: int
+    stepwise: bool = False
     outcome: str = "cancelled"
     _group: Group | None = None
     _deadline: float = 0.0
@@ -86,7 +88,7 @@ class Generation:
         news = _taken(self._group)
         for index, update in news:
             self._check(index, update)
-        return merged(news)
+        return news if self.stepwise else merged(news)
 
     async def _wait(self, group: Group, stream: EventStream | None) -> None:
         limits = self.service.config.limits
@@ -156,6 +158,7 @@ def merged(news: News) -> News:
                 tokens=before.tokens + update.tokens,
                 text=before.text + update.text,
                 logprobs=before.logprobs + update.logprobs,
+                accepted=before.accepted + update.accepted,
             )
         )
     return list(found.items())

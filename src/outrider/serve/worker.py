@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 RETRIES = 1  # of a step that failed, before what is running is given up
 UNHEALTHY = 3  # steps that failed in a row
+STOP_S = 10  # for the step under way when the thread is told to end
 PAUSE_S = 0.2  # after a failed step, so that a broken engine does not burn a core
 ENGINE_FAILED = "the engine failed; this request is lost, others can be sent"
 
@@ -185,10 +186,12 @@ class Worker:
                 self._commands.put(_Cancel(member))
 
     def stop(self) -> None:
-        """End the thread; what is running is given up. Waits for the step under way."""
+        """End the thread; what is running is given up. Waits a while for the step under way."""
         self._commands.put(_Stop())
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.error("a step of the engine does not end; its thread is left behind")
 
     # -- the engine's side -------------------------------------------------------------------
 
