@@ -181,6 +181,7 @@ def test_a_trace_of_another_target_is_refused(cli, trace, fake_target):
     [
         (("--nodes", "x"), "whole numbers"),
         (("--depth", "3"), "--depth goes with numbers"),
+        (("--depth", "5", "--nodes", "4"), "more than --nodes"),
         (("--drafters", "sufix"), "did you mean suffix"),
         (("--draft-ms", "suffix=fast"), "DRAFTER=MS"),
         (("--draft-ms", "eagle3=1"), "one of ngram, suffix"),
@@ -218,6 +219,7 @@ def test_recording_refuses_before_it_loads(cli, trace, prompts, tmp_path):
     for words, message in (
         ((*_record(trace, prompts),), "exists already"),
         ((*_record(new, prompts), "--features"), "needs --drafters"),
+        ((*_record(new, prompts), "--drafters", "suffix"), "without --features"),
         ((*_record(new, "builtin:chta"),), "chta"),
     ):
         result = cli(*words)

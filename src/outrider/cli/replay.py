@@ -97,13 +97,14 @@ def replay(
     if limit is not None and limit < 1:
         raise InvalidParameter(f"--limit is {limit}; use 1 or more")
     for name in names:
-        if not Path(name.partition(",")[0]).expanduser().is_dir():
-            check_drafter(name)
+        check_drafter(name)
 
     def load() -> Loaded:
         return session.model(target, weights=weights, device=device, exact=exact, threads=threads)
 
     if record:
+        if drafters and not features:
+            raise InvalidParameter("--record has no use for --drafters without --features")
         params = options.sampling(
             temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
         )
@@ -160,8 +161,10 @@ def budget_plans(nodes: str, depth: str | None) -> list[BudgetPlan]:
     sizes = [_number("--nodes", word) for word in words if word != AUTO]
     if not words or (depths is not None and not (sizes and depths)):
         raise InvalidParameter("--depth goes with numbers in --nodes; write --nodes 5,16 --depth 5")
-    plans = [BudgetPlan()] if AUTO in words else []
-    return plans + [BudgetPlan(n, d) for n in sizes for d in (depths or [n]) if d <= n]
+    fixed = [BudgetPlan(n, d) for n in sizes for d in (depths or [n]) if d <= n]
+    if sizes and not fixed:
+        raise InvalidParameter(f"--depth {depth} is more than --nodes {nodes}; lower it")
+    return [BudgetPlan(), *fixed] if AUTO in words else fixed
 
 
 def _number(option: str, word: str) -> int:

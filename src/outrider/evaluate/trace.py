@@ -13,7 +13,7 @@ Shapes: R rows (tokens of a request but its last), F features, D width.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine import Completion, CostTable, Engine, EngineConfig
 from outrider.engine.budget import CostBudget
 from outrider.errors import InvalidParameter, OutriderError
-from outrider.evaluate.workloads import load_workload
+from outrider.evaluate.workloads import Prompt, load_workload
 from outrider.models.target import Target
 from outrider.models.tokenizer import Tokenizer
 from outrider.records.files import JsonlWriter, read_jsonl
@@ -172,13 +172,7 @@ def record_trace(
     config = EngineConfig(slots=1, context=plan.context, reuse_prefix=False)
     engine = Engine(target, drafters=drafters, tokenizer=tokenizer, config=config)
     verify_ms = _measured(engine)
-    encoded = [tuple(tokenizer.chat(prompt.chat())) for _, prompt in prompts]
-    for (workload, prompt), ids in zip(prompts, encoded, strict=True):
-        if len(ids) + params.max_tokens > engine.context:
-            raise InvalidParameter(
-                f"prompt {prompt.id} of {workload} has {len(ids)} tokens; with max_tokens "
-                f"{params.max_tokens} it exceeds the context of {engine.context}: lower one of them"
-            )
+    encoded = _encoded(tokenizer, prompts, params.max_tokens, engine.context)
     manifest = run_manifest(
         seed=params.seed,
         threads=torch.get_num_threads(),
@@ -210,6 +204,24 @@ def record_trace(
         )
         lines.write(facts_to_dict(facts))
         return Trace(lines.finish(), facts, tuple(requests))
+
+
+def _encoded(
+    tokenizer: Tokenizer, prompts: Sequence[tuple[str, Prompt]], max_tokens: int, context: int
+) -> list[tuple[int, ...]]:
+    """The prompts of some workloads as tokens.
+
+    Raises:
+        InvalidParameter: one does not fit.
+    """
+    encoded = [tuple(tokenizer.chat(prompt.chat())) for _, prompt in prompts]
+    for (workload, prompt), ids in zip(prompts, encoded, strict=True):
+        if len(ids) + max_tokens > context:
+            raise InvalidParameter(
+                f"prompt {prompt.id} of {workload} has {len(ids)} tokens; with max_tokens "
+                f"{max_tokens} it exceeds the context of {context}: lower one of them"
+            )
+    return encoded
 
 
 def _measured(engine: Engine) -> dict[int, float]:
