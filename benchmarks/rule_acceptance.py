@@ -6,8 +6,8 @@ Every rule verifies the same kind of drafts with a fixed budget, on the same pro
 `walk` with the target's noise shared with the drafter, `walk` with a drafter that draws with noise
 of its own, `reject` and `block` (chains only) with honest q. The draft model is the target without
 some of its layers: a drafter that is fair and costs too much, which does not matter here. Lookups
-choose their guesses, so all rules accept the same of them in law. Acceptance length counts the next
-token (plain decoding is 1).
+choose their guesses, so all rules accept the same of them in law. With --head a trained head runs
+as chain and as tree. Acceptance length counts the next token (plain decoding is 1).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.tree import DraftTree
 from outrider.drafters.base import Commit, Drafter, Needs, NodeBudget, SequenceView
 from outrider.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from outrider.drafters.growth import TreeShape
+from outrider.drafters.heads import make_drafter, style_in
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Engine, EngineConfig, FixedBudget
 from outrider.evaluate.workloads import load_workload
-from outrider.models.load import load_model
+from outrider.models.heads.files import read_head
+from outrider.models.load import LoadedModel, load_model
 from outrider.models.native import NativeTransformer
 from outrider.models.target import Target
 from outrider.records.files import write_json
@@ -88,11 +92,45 @@ class OwnNoise:
         self._inner.forget(sequences)
 
 
+def head_cases(
+    folders: Sequence[Path], model: LoadedModel
+) -> dict[str, tuple[str, Callable[[], Drafter]]]:
+    """A head as chain under every rule, and as tree under those that take trees."""
+
+    def make(folder: Path, branching: int) -> Drafter:
+        return make_drafter(
+            read_head(folder),
+            model.target,
+            source=model.source,
+            shape=TreeShape(branching, 1 if branching == 1 else 4),
+            sequences=SLOTS,
+            length=CONTEXT,
+        )
+
+    cases: dict[str, tuple[str, Callable[[], Drafter]]] = {}
+    for folder in folders:
+        name = style_in(folder)
+        shapes = (("tree", 4),) if name == "medusa" else (("chain", 1), ("tree", 4))
+        for kind, branching in shapes:
+            build = partial(make, folder, branching)
+            cases[f"{name} {kind}, walk, shared noise"] = ("walk", build)
+            cases[f"{name} {kind}, walk, own noise"] = ("walk", partial(_own, build))
+            cases[f"{name} {kind}, reject"] = ("reject", build)
+            if kind == "chain":
+                cases[f"{name} {kind}, block"] = ("block", build)
+    return cases
+
+
+def _own(build: Callable[[], Drafter]) -> Drafter:
+    return OwnNoise(build())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--limit", type=int, default=40, help="prompts of the whole set")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--head", type=Path, action="append", default=[], help="a head's folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     model = load_model(options.target, weights="int8", kernels="native")
@@ -123,6 +161,7 @@ def main() -> None:
         "suffix, walk": ("walk", SuffixDrafter),
         "suffix, reject": ("reject", SuffixDrafter),
     }
+    cases |= head_cases(options.head, model)
     cells: dict[str, dict[str, Any]] = {}
     for name, (rule, make) in cases.items():
         cells[name] = {}
