@@ -55,12 +55,25 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class HeadModule(nn.Module):
     """A head's parameters and one step of it."""
 
-    def __init__(self, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, config: HeadConfig, tensors: Mapping[str, Tensor], spread: Tensor | None = None
+    ) -> None:
+        """Make parameters of tensors.
+
+        Args:
+            spread: how widely each input of `fc` is spread, in powers of two (`input_spread`).
+                Training sees inputs divided by it; what `tensors` gives is folded back.
+        """
         super().__init__()
         self.config = config
         self._names = {name: name.replace(".", "__") for name in config.shapes()}
+        inputs = config.shapes().get("fc.weight", (0, 0))[1]
+        self.spread: Tensor
+        self.register_buffer("spread", torch.ones(inputs) if spread is None else spread)
         for name, plain in self._names.items():
-            self.register_parameter(plain, nn.Parameter(tensors[name].detach().float().clone()))
+            value = tensors[name].detach().float().clone()
+            self.register_parameter(plain, nn.Parameter(value))
+        self.restore(tensors)
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tensor(self, name: str) -> Tensor:
@@ -70,7 +83,18 @@ class HeadModule(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters, detached, by canonical name."""
-        return {name: self.tensor(name).detach().clone() for name in self._names}
+        found = {name: self.tensor(name).detach().clone() for name in self._names}
+        if "fc.weight" in found:
+            found["fc.weight"] /= self.spread
+        return found
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave, to the bit."""
+        for name in self._names:
+            self.tensor(name).copy_(tensors[name])
+        if "fc.weight" in self._names:
+            self.tensor("fc.weight").mul_(self.spread)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.tensor(f"{name}.weight"))
@@ -81,7 +105,7 @@ class HeadModule(nn.Module):
         """The head's first state [B, L, H] from the target's features."""
         config = self.config
         if config.kind == "eagle":
-            joined = torch.cat((embedded_BLD, features_BLFD[..., 0, :]), -1)
+            joined = torch.cat((embedded_BLD, features_BLFD[..., 0, :]), -1) / self.spread
             return self.linear(joined, "fc") + self.tensor("fc.bias")
         if config.fc_norm:
             states = [
@@ -92,7 +116,7 @@ class HeadModule(nn.Module):
         joined = features_BLFD.flatten(2)
         if config.norm_before_fc:
             joined = rms(joined, self.tensor("input_norm.weight"), config.norm_eps)
-        return self.linear(joined, "fc")
+        return self.linear(joined / self.spread, "fc")
 
     def attention_input(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """What q, k and v are made of, and the residual stream."""

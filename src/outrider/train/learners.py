@@ -114,9 +114,7 @@ class HeadLearner:
         return {name: tensor.cpu() for name, tensor in self.module.tensors().items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name in self.module.config.shapes():
-                self.module.tensor(name).copy_(tensors[name])
+        self.module.restore(tensors)
 
     def describe(self) -> str:
         return repr(self.module.config)

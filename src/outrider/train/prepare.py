@@ -397,7 +397,8 @@ def prepare(
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> TrainingData:
-    """Write training data until there is enough, or until ``prompts`` are all answered.
+    """Write training data until there is enough (a sample that is held out among it), or until
+    ``prompts`` are all answered.
 
     Args:
         folder: goes on with what is there.
@@ -423,7 +424,7 @@ def prepare(
             )
         return data
     number, idle = _finished_rounds(folder), 0
-    while data.answer_tokens < config.tokens:
+    while data.answer_tokens < config.tokens or not data.split(True):
         before = len(data.samples)
         work.round(number)
         if stop():
@@ -437,7 +438,7 @@ def prepare(
                 f"{data.left_out.too_long} prompts that do not fit the context); change the seed, "
                 "or give prompts"
             )
-    data.complete = data.answer_tokens >= config.tokens
+    data.complete = data.answer_tokens >= config.tokens and bool(data.split(True))
     return data
 
 

@@ -56,6 +56,7 @@ from outrider.train.setup import (
     draft_vocabulary,
     frozen_parts,
     initial_tensors,
+    input_spread,
     new_head,
     with_vocabulary,
 )
@@ -379,12 +380,13 @@ def _head_job(
         config.style, target, facts, draft_vocab_size=len(draft_tokens), **config.flags
     )
     frozen = frozen_parts(target, target_head_rows(target, loaded.source, draft_tokens))
-    start = initial_tensors(head_config, frozen, seed=config.train.seed)
+    spread = input_spread(head_config, frozen, data.split(False), data.store)
+    start = initial_tensors(head_config, frozen, seed=config.train.seed, spread=spread)
     extra = with_vocabulary({}, draft_tokens, target.vocab_size)
 
     def make() -> HeadLearner:
         return HeadLearner(
-            HeadModule(head_config, start),
+            HeadModule(head_config, start, spread),
             frozen,
             config.train,
             stored=data.store.features,

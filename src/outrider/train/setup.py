@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch import Tensor
 from outrider.errors import InvalidParameter
 from outrider.models.heads.config import HeadConfig, Kind, TargetFacts
 from outrider.models.heads.kernels import Decoder
-from outrider.train.heads import Frozen
+from outrider.train.features import FeatureStore
+from outrider.train.heads import Frozen, rms
 from outrider.train.samples import Sample
+
+SPREAD_SAMPLES = 64
 
 STYLES: dict[str, tuple[Kind, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
@@ -118,7 +121,37 @@ def frozen_parts(target: Decoder, head_rows: Tensor) -> Frozen:
     )
 
 
-def initial_tensors(config: HeadConfig, frozen: Frozen, *, seed: int) -> dict[str, Tensor]:
+def input_spread(
+    config: HeadConfig, frozen: Frozen, samples: Sequence[Sample], store: FeatureStore
+) -> Tensor:
+    """How widely each input of `fc` is spread over some answers: its root mean square, rounded to
+    a power of two so that folding it into the weights loses nothing.
+
+    A target's raw states are uneven: a few entries are a hundred times larger than the rest. Left
+    so, they drown the token in the residual and make the first matrix hard to train. The first
+    token's state is left out: it is a sink, a thousand times larger still.
+    """
+    inputs = config.shapes().get("fc.weight", (0, 0))[1]
+    if config.fc_norm or config.norm_before_fc or not inputs:
+        return torch.ones(inputs)
+    picked = [store.features.index(f) for f in config.features]
+    chosen = samples[:SPREAD_SAMPLES]
+    rows = torch.cat([store.get(sample.id)[1:, picked].float() for sample in chosen])
+    if config.kind == "eagle":
+        embedded = frozen.embedding[torch.tensor([t for s in chosen for t in s.tokens])]
+        sizes = [_size(embedded), _size(rms(rows[:, 0], frozen.norm, frozen.norm_eps))]
+    else:
+        sizes = [_size(rows.flatten(1))]
+    return torch.exp2(torch.cat(sizes).clamp(min=1e-6).log2().round())
+
+
+def _size(rows: Tensor) -> Tensor:
+    return rows.square().mean(0).sqrt()
+
+
+def initial_tensors(
+    config: HeadConfig, frozen: Frozen, *, seed: int, spread: Tensor | None = None
+) -> dict[str, Tensor]:
     """Where training starts: matrices of variance 1 / inputs, what adds to the residual smaller,
     norms of one, and a head made of the target's rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -134,6 +167,8 @@ def initial_tensors(config: HeadConfig, frozen: Frozen, *, seed: int) -> dict[st
             small = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             values = torch.randn(shape, generator=generator)
             tensors[name] = values * small / shape[-1] ** 0.5
+            if name == "fc.weight" and spread is not None:
+                tensors[name] /= spread
     return tensors
 
 
