@@ -15,10 +15,17 @@ from typing import Any
 
 import pytest
 
+from outrider.engine import FixedBudget
 from outrider.serve.app import App
 from outrider.serve.service import Service
 from outrider.testing.asgi import AsgiClient
-from outrider.testing.serving import chat_body, fake_service, running_server
+from outrider.testing.serving import (
+    FakeModel,
+    chat_body,
+    fake_service,
+    running_server,
+    text_target,
+)
 
 CHAT = "/v1/chat/completions"
 WAIT_S = 20  # for what takes milliseconds; no verdict depends on it
@@ -52,7 +59,12 @@ def ended(service: Service, outcome: str) -> float:
 
 @pytest.mark.parametrize("phase", ["in the queue", "before the first byte", "mid-stream", "whole"])
 def test_a_vanished_client_stops_its_work_in_every_phase(phase: str) -> None:
-    service = fake_service(engine={"slots": 1, "context": 2048, "prefill_chunk": 8})
+    target = text_target()
+    service = fake_service(
+        model=FakeModel(target),
+        budget=FixedBudget(0, 0),  # a pass for each token
+        engine={"slots": 1, "context": 2048, "prefill_chunk": 8},
+    )
     engine = service.worker.engine
     long = chat_body("x" * 900, max_tokens=900, stream=phase != "whole")
     with running_server(service) as address:
@@ -75,6 +87,7 @@ def test_a_vanished_client_stops_its_work_in_every_phase(phase: str) -> None:
             wait_for(lambda: not engine.has_work)
         holder.close()
         wait_for(lambda: not engine.has_work)
+        assert target.passes < 900, "it ran on to its end"
         after = connect(address)
         send(after, chat_body())
         assert after.recv(65536).startswith(b"HTTP/1.1 200")

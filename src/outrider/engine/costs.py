@@ -23,7 +23,7 @@ from outrider.models.cache import KVCache
 from outrider.models.target import Segment, Target
 
 ROWS = (1, 2, 4, 8, 16, 32)
-MANY_ROWS = (*ROWS, 64, 128)  # for engines whose batches get there without a guess
+MANY_ROWS = (*ROWS, 64)  # for engines whose batches get there without a guess
 CONTEXT = 128  # committed rows while measuring
 REPEATS = 7
 

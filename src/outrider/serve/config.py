@@ -84,7 +84,6 @@ class Limits(Part):
     stop: Annotated[int, Field(ge=1, le=64)] = 8
     stop_characters: Count = 256
     logit_bias: Count = 1024
-    bad_words: Count = 128
     tools: Count = 128
     max_tokens: Count | None = None
     grammar_bytes: Count = 64 * 2**10
