@@ -400,13 +400,20 @@ def test_medusa_ranks_are_counted_along_the_path(home, tmp_path):
     assert len(found) == 4 and all(len(row) == RANKS for row in found)
     assert all(0 <= sum(row) <= 1 for row in found)
     # head 0 by hand: every answer token that has a row two before it
-    hits = count = 0
+    hits = count = second_hits = second_count = 0
     for sample in samples:
         batch = make_batch([sample], data.store, longest=80)
-        [(rows, rank), *_] = made.medusa_ranks(batch, RANKS)
+        [(rows, rank), (later, second), *_] = made.medusa_ranks(batch, RANKS)
         assert len(rank) == int(rows.sum()) == len(sample.answer)
         hits, count = hits + int((rank == 0).sum()), count + len(rank)
+        places, seconds = rows[0].nonzero()[:, 0].tolist(), later[0].nonzero()[:, 0].tolist()
+        for place, reached in zip(places, rank.tolist(), strict=True):
+            if reached < RANKS and place in seconds:  # the path is in the tree
+                second_count += 1
+                second_hits += int(second[seconds.index(place)]) == 0
     assert found[0][0] == pytest.approx(hits / count, abs=1e-5)
+    assert 0 < second_count < count
+    assert found[1][0] == pytest.approx(second_hits / second_count, abs=1e-5)
 
 
 def test_targets_that_no_draft_model_is_made_of(home):
