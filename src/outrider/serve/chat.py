@@ -109,7 +109,9 @@ async def prepare(service: Service, exchange: Exchange, request: ChatRequest) ->
         for _ in jobs
     ]
     traced = service.config.ui and exchange.headers.get(TRACE) == b"1"
-    generation = Generation(service, choice, kind, jobs, len(prompt), stepwise=traced)
+    generation = Generation(
+        service, choice, kind, jobs, len(prompt), "chat", exchange, stepwise=traced
+    )
     return Chat(request, choice, generation, answers, new_id("chatcmpl-"), int(time.time()))
 
 

@@ -154,7 +154,9 @@ async def prepare(
     kind = prompt_type(exchange.headers.text(PROMPT_TYPE))
     table = None if request.logprobs is None else service.table
     answers = [TextAnswer(echo, table) for echo in echoes for _ in range(number)]
-    generation = Generation(service, choice, kind, jobs, sum(map(len, prompts)))
+    generation = Generation(
+        service, choice, kind, jobs, sum(map(len, prompts)), "text_completion", exchange
+    )
     return TextCompletion(request, choice, generation, answers, new_id("cmpl-"), int(time.time()))
 
 

@@ -143,6 +143,8 @@ class ServerConfig(Part):
             localhost where the server listens on this machine only, and for any elsewhere.
         cors_origins: origins that a browser may call from; none by default.
         details: responses carry per-step acceptance.
+        traces: where traces are sent over OTLP (HTTP), as in http://127.0.0.1:4318/v1/traces; needs
+            the extra `otel`.
         ui: a page to try the server with, at /ui; its answers tell which tokens were guesses.
         ignore_unknown: unknown request parameters are ignored, not refused.
         tool_format: how the model writes tool calls; `auto` reads it off the chat template.
@@ -167,6 +169,7 @@ class ServerConfig(Part):
     engine: EngineSettings = EngineSettings()
     limits: Limits = Limits()
     details: bool = False
+    traces: str | None = None
     ui: bool = False
     ignore_unknown: bool = False
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"

@@ -6,13 +6,17 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from outrider.engine import Completion, Update
 from outrider.serve.errors import ApiError, from_engine, internal, overloaded
-from outrider.serve.exchange import EventStream
+from outrider.serve.exchange import EventStream, Exchange
 from outrider.serve.profiles import Choice
 from outrider.serve.service import Service
 from outrider.serve.worker import EngineGone, Group, Job
+
+if TYPE_CHECKING:
+    from outrider.serve.traces import Finished
 
 News = list[tuple[int, Update]]
 OUTCOMES = {400: "rejected", 429: "expired", 504: "expired"}  # by status; all others are errors
@@ -33,10 +37,13 @@ class Generation:
     prompt_type: str
     jobs: Sequence[Job]
     prompt_tokens: int
+    operation: str
+    exchange: Exchange
     stepwise: bool = False
     outcome: str = "cancelled"
     _group: Group | None = None
     _deadline: float = 0.0
+    _begin_ns: int = 0
     _last: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -52,6 +59,7 @@ class Generation:
     async def __aenter__(self) -> Generation:
         """Start the jobs. Leaving the block cancels what still runs."""
         self._group = self.service.worker.submit(self.jobs)
+        self._begin_ns = time.time_ns()
         self._deadline = time.monotonic() + self.service.config.limits.request_s
         return self
 
@@ -65,6 +73,8 @@ class Generation:
             self.outcome = "error"
         self.service.worker.cancel(self._group)
         self._count(self._group)
+        if self.service.traces is not None:
+            self.service.traces.finished(self._finished())
 
     @property
     def done(self) -> bool:
@@ -122,6 +132,23 @@ class Generation:
             raise internal(update.error or "the request failed")
         if update.finish_reason == "cancelled":
             raise ApiError(503, "the server has given this request up", retry_after=2)
+
+    def _finished(self) -> Finished:
+        from outrider.serve.traces import Finished
+
+        good = self.outcome in ("stop", "length")
+        return Finished(
+            operation=self.operation,
+            model=self.choice.model,
+            profile=self.choice.name,
+            request_id=self.exchange.request_id,
+            traceparent=self.exchange.headers.text(b"traceparent"),
+            prompt_tokens=self.prompt_tokens,
+            completions=self.completions,
+            begin_ns=self._begin_ns,
+            end_ns=time.time_ns(),
+            error="" if good else self.outcome,
+        )
 
     def _count(self, group: Group) -> None:
         metrics = self.service.metrics

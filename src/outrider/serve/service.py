@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from outrider.drafters.table import Setting, build_drafter
 from outrider.engine import Budget, Engine, EngineConfig
@@ -25,6 +25,9 @@ from outrider.serve.profiles import Profiles
 from outrider.serve.text import KeepMarkers, TextModel
 from outrider.serve.tools import find_format, knows_tools
 from outrider.serve.worker import Worker
+
+if TYPE_CHECKING:
+    from outrider.serve.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class Service:
         target, self.text = loaded.target, loaded.tokenizer
         self.config = config
         self.metrics = Metrics()
+        self.traces = None if config.traces is None else _traces(config.traces)
         self.keys = KeyRing(config)
         self.profiles = Profiles(config, target_fingerprint=target.fingerprint)
         engine = _engine(config, target, self.text, budget)
@@ -96,6 +100,8 @@ class Service:
         self.worker.stop()
         self._texts.shutdown(wait=False, cancel_futures=True)
         self._grammars.shutdown(wait=False, cancel_futures=True)
+        if self.traces is not None:
+            self.traces.close()
 
     @property
     def ready(self) -> bool:
@@ -147,6 +153,16 @@ class Service:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
         if not self._started or not self.worker.alive:
             raise ApiError(503, "the engine is not running", code="unavailable", retry_after=5)
+
+
+def _traces(endpoint: str) -> Traces:
+    try:
+        from outrider.serve.traces import Traces
+    except ImportError:
+        raise InvalidParameter(
+            "traces needs OpenTelemetry, which is not installed; pip install 'outrider[otel]'"
+        ) from None
+    return Traces(endpoint)
 
 
 async def _within(
