@@ -7,10 +7,16 @@ import gc
 import json
 import os
 import random
+import shutil
 import socket
+import ssl
+import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +256,20 @@ def test_a_soak_loses_crosses_and_keeps_nothing() -> None:
     if REQUESTS >= 10_000:
         first, last = memory[REQUESTS // 5], memory[REQUESTS - 1]
         assert last <= 1.02 * first, f"{first:.0f} MiB grew to {last:.0f} MiB"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make a certificate")
+def test_tls(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    files = {"certificate": str(certificate), "key": str(key)}
+    with running_server(fake_service(tls=files)) as address:
+        assert address.startswith("https://")
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        with urllib.request.urlopen(f"{address}/ready", context=trusted, timeout=WAIT_S) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.URLError, match="certificate"):
+            urllib.request.urlopen(f"{address}/ready", timeout=WAIT_S)

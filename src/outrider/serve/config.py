@@ -175,7 +175,6 @@ class ServerConfig(Part):
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
-    log_prompts: bool = False
 
     @field_validator("name")
     @classmethod
