@@ -1,0 +1,479 @@
+"""Evidence from a running server: what it samples against what it says of its own probabilities.
+
+The reference is a request for one token with log-probabilities at temperature 1: that token comes
+from the prefill, where nothing is guessed. From those log-probabilities follow the exact laws at
+any temperature, top-k and top-p, as far as the listed tokens decide them; contexts that they do not
+decide are left out, which they are before anything is drawn there. No tensor library is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from outrider.backends.base import Answer, Ask, Backend, EngineUnfit, TokenLogprob
+from outrider.evaluate.certify_law import ContextTally, EProcess, Law, LawTest, Tally
+from outrider.evaluate.certify_plan import CertifyPlan, Setting
+
+TOP = (20, 5)  # log-probabilities asked for; the second where the first is refused
+AT_ONCE = 32
+SLACK = 1e-3  # mass of unlisted tokens that may be uncertain
+TIE = 0.3  # nats: bf16 logits near 20 are 0.125 apart, two of them on each side
+SABOTAGE = 0.15  # total variation that the sabotage run aims for
+_IDS = "token_id:"
+
+ALL = "all positions"
+LATER = "positions 2 and later"
+AFTER_REJECTION = "the token after a rejection"
+AFTER_FULL = "the token after a full acceptance"
+
+# Fields by which an engine names tokens by id; others give their text.
+ID_FIELDS: dict[str, dict[str, Any]] = {
+    "vllm": {"return_token_ids": True, "return_tokens_as_token_ids": True},
+}
+
+Labels = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A server, and how its tokens are told apart.
+
+    Attributes:
+        backend: the server.
+        by_id: tokens are ids; otherwise they are texts, and contexts are continued as text.
+        top: log-probabilities that it gives.
+    """
+
+    backend: Backend
+    by_id: bool
+    top: int
+
+    def extra(self) -> dict[str, Any]:
+        return ID_FIELDS.get(self.backend.info.kind, {}) if self.by_id else {}
+
+    async def prompt(self, text: str) -> str | tuple[int, ...]:
+        """A prompt as it is sent."""
+        tokens = await self.backend.tokenize(text) if self.by_id else None
+        return text if tokens is None else tokens
+
+    def extended(self, prompt: str | tuple[int, ...], labels: Labels) -> str | tuple[int, ...]:
+        """The prompt continued by tokens."""
+        if isinstance(prompt, str):
+            return prompt + "".join(str(label) for label in labels)
+        return (*prompt, *(label for label in labels if isinstance(label, int)))
+
+
+@dataclass
+class RemoteEvidence:
+    """What one setting showed."""
+
+    setting: Setting
+    requests: int = 0
+    failed: list[str] = field(default_factory=list)
+    accepted: int | None = None
+    drafted: int | None = None
+    undecided: int = 0
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    contexts: ContextTally = field(default_factory=lambda: ContextTally("contexts"))
+    null: Tally = field(default_factory=lambda: Tally("null"))
+    process: EProcess = field(default_factory=EProcess)
+
+    def tests(self, alpha: float) -> list[LawTest]:
+        rows = [tally.test(alpha=alpha) for tally in self.tallies.values()]
+        return [*rows, self.contexts.test(alpha=alpha)]
+
+
+def labelled(entries: Sequence[TokenLogprob] | None) -> Labels:
+    """How an answer names its tokens."""
+    return tuple(_label(entry.token) for entry in entries or ())
+
+
+def _label(token: str) -> Hashable:
+    number = token.removeprefix(_IDS)
+    return int(number) if token.startswith(_IDS) and number.isdecimal() else token
+
+
+def law_of(top: Sequence[tuple[str, float]], setting: Setting) -> Law | None:
+    """The law at a setting from log-probabilities at temperature 1; `None` if they do not decide.
+
+    With rest mass r behind a last listed probability p_min, unlisted weights at temperature
+    T <= 1 add up to at most p_min^(1/T - 1) r.
+    """
+    ranked = sorted({_label(t): p for t, p in top}.items(), key=lambda item: -item[1])
+    if not ranked or any(not math.isfinite(p) for _, p in ranked):
+        ranked = [(t, p) for t, p in ranked if math.isfinite(p)]
+    if not ranked:
+        return None
+    rest = max(0.0, 1 - sum(math.exp(p) for _, p in ranked))
+    power = 1 / setting.temperature
+    kept = ranked[: setting.top_k] if setting.top_k else ranked
+    if setting.top_k and len(kept) < setting.top_k and rest > SLACK:
+        return None
+    weights = [math.exp(power * p) for _, p in kept]
+    hidden, unsure = 0.0, 0.0
+    if not setting.top_k:
+        most = math.exp((power - 1) * ranked[-1][1]) * rest
+        if setting.temperature == 1:
+            hidden = rest
+        elif setting.temperature < 1:
+            hidden = unsure = most / 2
+        else:
+            return None  # nothing bounds how much is hidden at a higher temperature
+    total = sum(weights) + hidden
+    if unsure / total > SLACK:
+        return None
+    shares = [weight / total for weight in weights]
+    if setting.top_p < 1:
+        cut = _nucleus(shares, setting.top_p)
+        if cut is None:
+            return None
+        kept, mass = kept[:cut], sum(shares[:cut])
+        shares = [share / mass for share in shares[:cut]]
+    return Law(tuple(t for t, _ in kept), tuple(shares))
+
+
+def _nucleus(shares: Sequence[float], top_p: float) -> int | None:
+    """How many of the likeliest reach the mass; `None` where the listed ones do not, or all but."""
+    mass = 0.0
+    for count, share in enumerate(shares, 1):
+        mass += share
+        if abs(mass - top_p) < 2 * SLACK:
+            return None  # a rounding decides on which side of the edge it ends
+        if mass > top_p:
+            return count
+    return None
+
+
+async def introduce(backend: Backend) -> Side:
+    """Find out how a server names tokens and how many log-probabilities it gives.
+
+    Raises:
+        EngineUnfit: it gives none, so that its law cannot be known.
+    """
+    reasons = []
+    for by_id in (True, False):
+        if by_id and backend.info.kind not in ID_FIELDS:
+            continue
+        for top in TOP:
+            side = Side(backend, by_id, top)
+            answer = await backend.answer(_reference(side, "One, two,"))
+            entries = answer.logprobs
+            if answer.error is None and entries and entries[0].top:
+                if not by_id or isinstance(_label(entries[0].token), int):
+                    return side
+            reasons.append(answer.error or "no log-probabilities came back")
+    raise EngineUnfit(
+        f"{backend.info.model} gives no log-probabilities for completions ({reasons[-1]}); "
+        "without them its law cannot be known: start the engine with log-probabilities, or "
+        "certify the embedded engine"
+    )
+
+
+def _reference(side: Side, prompt: str | tuple[int, ...]) -> Ask:
+    return Ask(
+        prompt,
+        max_tokens=1,
+        temperature=1.0,
+        logprobs=side.top,
+        ignore_eos=True,
+        stream=False,
+        extra=side.extra(),
+    )
+
+
+class References:
+    """Laws after a prompt and some tokens, each context asked once."""
+
+    def __init__(self, side: Side, prompt: str | tuple[int, ...], gate: asyncio.Semaphore) -> None:
+        self._side = side
+        self.prompt = prompt
+        self._gate = gate
+        self._tops: dict[Labels, tuple[tuple[str, float], ...]] = {}
+
+    async def prepare(self, prefixes: Sequence[Labels]) -> None:
+        """Ask for what is not known yet."""
+        wanted = [p for p in dict.fromkeys(prefixes) if p not in self._tops]
+
+        async def one(prefix: Labels) -> None:
+            ask = _reference(self._side, self._side.extended(self.prompt, prefix))
+            async with self._gate:
+                answer = await self._side.backend.answer(ask)
+            if answer.error is not None or not answer.logprobs:
+                raise EngineUnfit(f"a reference request failed: {answer.error or 'no logprobs'}")
+            self._tops[prefix] = answer.logprobs[0].top
+
+        await asyncio.gather(*(one(prefix) for prefix in wanted))
+
+    def law(self, prefix: Labels, setting: Setting) -> Law | None:
+        return law_of(self._tops[prefix], setting)
+
+    def top(self, prefix: Labels) -> tuple[tuple[str, float], ...]:
+        return self._tops[prefix]
+
+
+def sample_ask(side: Side, prompt: str | tuple[int, ...], setting: Setting, *, length: int) -> Ask:
+    """One sampled request of a setting; without a seed, as most users ask."""
+    return Ask(
+        prompt,
+        max_tokens=length,
+        temperature=setting.temperature,
+        top_k=setting.top_k or None,
+        top_p=setting.top_p if setting.top_p < 1 else None,
+        ignore_eos=True,
+        logprobs=1,
+        stream=False,
+        extra=side.extra(),
+    )
+
+
+async def sample_remote(
+    side: Side,
+    plan: CertifyPlan,
+    *,
+    reference: Side | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[RemoteEvidence]:
+    """Run every setting against a server.
+
+    Args:
+        reference: the same model without speculation; the null run goes there, and the laws come
+            from there. Without it both come from requests for a single token.
+    """
+    gate = asyncio.Semaphore(AT_ONCE)
+    found = []
+    for setting in plan.settings:
+        progress(f"{setting.name}: {plan.requests} requests")
+        found.append(await _sample(side, reference, plan, setting, gate))
+    return found
+
+
+async def _sample(
+    side: Side,
+    reference: Side | None,
+    plan: CertifyPlan,
+    setting: Setting,
+    gate: asyncio.Semaphore,
+) -> RemoteEvidence:
+    evidence = new_evidence(setting, plan.alpha)
+    before = await side.backend.counters()
+    per_prompt = -(-plan.requests // len(plan.prompts))
+    null_per_prompt = -(-plan.null_requests // len(plan.prompts))
+    for text in plan.prompts:
+        prompt = await side.prompt(text)
+        references = References(reference or side, prompt, gate)
+        done = 0
+        while done < per_prompt and not evidence.failed:
+            count = min(8 * AT_ONCE, per_prompt - done)
+            ask = sample_ask(side, prompt, setting, length=plan.length)
+            answers = await _many(side, ask, count, gate)
+            await judge_answers(evidence, references, answers)
+            done += count
+            if plan.sequential and evidence.process.rejected:
+                break
+        # Without a reference server, a single token is plain: nothing is guessed for it.
+        length = plan.length if reference is not None else 1
+        plain = reference or side
+        ask = sample_ask(plain, prompt, setting, length=length)
+        await judge_null(evidence, references, await _many(plain, ask, null_per_prompt, gate))
+    _counted(evidence, before, await side.backend.counters())
+    return evidence
+
+
+def new_evidence(setting: Setting, alpha: float) -> RemoteEvidence:
+    """An empty one."""
+    names = (ALL, LATER, AFTER_REJECTION, AFTER_FULL)
+    return RemoteEvidence(
+        setting,
+        tallies={name: Tally(f"{setting.name}: {name}") for name in names},
+        contexts=ContextTally(f"{setting.name}: each context by itself"),
+        null=Tally(f"{setting.name}: without speculation"),
+        process=EProcess(alpha=alpha),
+    )
+
+
+async def _many(side: Side, ask: Ask, count: int, gate: asyncio.Semaphore) -> list[Answer]:
+    async def one() -> Answer:
+        async with gate:
+            return await side.backend.answer(ask)
+
+    return list(await asyncio.gather(*(one() for _ in range(count))))
+
+
+async def judge_answers(
+    evidence: RemoteEvidence, references: References, answers: Sequence[Answer]
+) -> None:
+    """Take in sampled answers."""
+    whole = _usable(evidence, answers)
+    labels = [labelled(answer.logprobs) for answer in whole]
+    await references.prepare([row[:n] for row in labels for n in range(len(row))])
+    for answer, row in zip(whole, labels, strict=True):
+        evidence.requests += 1
+        classes = answer_classes(answer, len(row))
+        if answer.acceptance is not None:
+            evidence.accepted = (evidence.accepted or 0) + answer.acceptance.accepted
+            evidence.drafted = (evidence.drafted or 0) + (answer.acceptance.drafted or 0)
+        for place, token in enumerate(row):
+            law = references.law(row[:place], evidence.setting)
+            if law is None:
+                evidence.undecided += 1
+                continue
+            evidence.process.update(law, token)
+            evidence.tallies[ALL].add(law, token)
+            evidence.contexts.add((references.prompt, row[:place]), law, token)
+            if place:
+                evidence.tallies[LATER].add(law, token)
+            name = classes[place]
+            if name is not None:
+                evidence.tallies[name].add(law, token)
+
+
+async def judge_null(
+    evidence: RemoteEvidence, references: References, answers: Sequence[Answer]
+) -> None:
+    """Take in answers without speculation."""
+    labels = [labelled(answer.logprobs) for answer in _usable(evidence, answers)]
+    await references.prepare([row[:n] for row in labels for n in range(len(row))])
+    for row in labels:
+        for place, token in enumerate(row):
+            law = references.law(row[:place], evidence.setting)
+            if law is not None:
+                evidence.null.add(law, token)
+
+
+def _usable(evidence: RemoteEvidence, answers: Sequence[Answer]) -> list[Answer]:
+    whole = []
+    for answer in answers:
+        if answer.error is None and answer.logprobs:
+            whole.append(answer)
+        else:
+            evidence.failed.append(answer.error or "an answer without log-probabilities")
+    return whole
+
+
+def answer_classes(answer: Answer, tokens: int) -> list[str | None]:
+    """As `certify_embedded.token_classes`, from the engine's own account of its steps.
+
+    The first token is the prefill's. An account that does not add up names nothing.
+    """
+    classes: list[str | None] = [None] * tokens
+    told = answer.acceptance
+    if told is None or told.per_step_accepted is None or told.per_step_drafted is None:
+        return classes
+    place = 0 if told.counts_plain_steps else 1
+    steps = list(zip(told.per_step_accepted, told.per_step_drafted, strict=True))
+    if place + sum(accepted + 1 for accepted, _ in steps) < tokens:
+        return classes
+    before: tuple[int, int] | None = None
+    for accepted, drafted in steps:
+        if before is not None and before[1] and place < tokens:
+            classes[place] = AFTER_FULL if before[0] >= before[1] else AFTER_REJECTION
+        place, before = place + accepted + 1, (accepted, drafted)
+    return classes
+
+
+def _counted(evidence: RemoteEvidence, before: Any, after: Any) -> None:
+    """Acceptance by the server's counters where its answers tell none."""
+    if evidence.drafted is not None or before is None or after is None:
+        return
+    if None in (before.accepted, after.accepted, before.drafted, after.drafted):
+        return
+    evidence.accepted = after.accepted - before.accepted
+    evidence.drafted = after.drafted - before.drafted
+
+
+async def sabotage_remote(side: Side, plan: CertifyPlan, *, requests: int) -> RemoteEvidence:
+    """Requests at one temperature judged as if at another; the test must fail."""
+    gate = asyncio.Semaphore(AT_ONCE)
+    setting = plan.settings[0]
+    evidence = new_evidence(setting, plan.alpha)
+    for text in plan.prompts:
+        prompt = await side.prompt(text)
+        references = References(side, prompt, gate)
+        await references.prepare([()])
+        asked = _other_temperature(references, setting)
+        ask = sample_ask(side, prompt, asked, length=plan.length)
+        count = -(-requests // len(plan.prompts))
+        await judge_answers(evidence, references, await _many(side, ask, count, gate))
+    return evidence
+
+
+def _other_temperature(references: References, setting: Setting) -> Setting:
+    """A temperature whose law at the prompt is at least `SABOTAGE` away, at most 3 times higher."""
+    true = references.law((), setting)
+    for factor in (1.25, 1.5, 1.75, 2.0, 2.5):
+        other = replace(setting, temperature=setting.temperature * factor)
+        law = references.law((), other)
+        if true is not None and law is not None and true.total_variation(law) >= SABOTAGE:
+            return other
+    return replace(setting, temperature=3 * setting.temperature)
+
+
+@dataclass(frozen=True)
+class GreedyRow:
+    """One prompt's greedy answer against one without speculation.
+
+    Attributes:
+        position: of the first difference; `None` where there is none.
+        margin: by how much the reference's log-probability of its own token beats the other's
+            (nats); `None` where the other is not even listed.
+    """
+
+    prompt: str
+    tokens: int
+    position: int | None = None
+    reference: str | None = None
+    other: str | None = None
+    margin: float | None = None
+
+    @property
+    def near_tie(self) -> bool:
+        return self.margin is not None and self.margin <= TIE
+
+
+async def greedy_remote(
+    side: Side, plan: CertifyPlan, *, reference: Side | None = None
+) -> list[GreedyRow]:
+    """Greedy answers against the reference server's, or against requests for one token each."""
+    gate = asyncio.Semaphore(AT_ONCE)
+    rows = []
+    for text in plan.greedy_prompts:
+        prompt = await side.prompt(text)
+        ask = Ask(
+            prompt,
+            max_tokens=plan.greedy_tokens,
+            temperature=0.0,
+            logprobs=1,
+            stream=False,
+            extra=side.extra(),
+        )
+        answer = await side.backend.answer(ask)
+        if answer.error is not None:
+            raise EngineUnfit(f"a greedy request failed: {answer.error}")
+        row = labelled(answer.logprobs)
+        references = References(reference or side, prompt, gate)
+        await references.prepare([row[:n] for n in range(len(row))])
+        rows.append(_compare(text, row, references))
+    return rows
+
+
+def _compare(text: str, row: Labels, references: References) -> GreedyRow:
+    """Every token of an answer against the likeliest one at its place, given those before it."""
+    for place, token in enumerate(row):
+        top = sorted(references.top(row[:place]), key=lambda item: -item[1])
+        best, score = _label(top[0][0]), top[0][1]
+        if best == token:
+            continue
+        own = next((p for t, p in top if _label(t) == token), None)
+        return GreedyRow(
+            text,
+            len(row),
+            place,
+            str(best),
+            str(token),
+            None if own is None else score - own,
+        )
+    return GreedyRow(text, len(row))
