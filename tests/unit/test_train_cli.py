@@ -130,9 +130,10 @@ def test_hours_that_are_over(train, tmp_path):
 
 
 def test_a_draft_model_is_a_model(train, target, tmp_path):
-    result = train("draft_model", "--epochs", "6", "--layers", "2")
+    result = train("draft_model", "--epochs", "6", "--layers", "2", "--online")
     assert result.code == 0, result.err
     assert f"--drafter draft_model:{tmp_path / 'out'}" in result.out
+    assert not (tmp_path / "work" / "data" / "features").exists()
     model, small = load_model(target), load_model(tmp_path / "out")
     assert len(small.target.config.layers) == 2
     assert small.tokenizer.pieces() == model.tokenizer.pieces()

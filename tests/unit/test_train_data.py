@@ -157,7 +157,9 @@ def test_answers_go_on_where_they_were_stopped(home, tmp_path):
     (tmp_path / "a" / "features" / "index.jsonl").open("a").write('{"id": "to')
     with (tmp_path / "a" / "features" / "shard-0000.bf16").open("ab") as shard:
         shard.write(b"\x01\x02\x03")
+    before = [path.read_bytes() for path in sorted((tmp_path / "a").rglob("*.*"))]
     again = TrainingData.open(tmp_path / "a", features=FEATURES, width=WIDTH)
+    assert before == [path.read_bytes() for path in sorted((tmp_path / "a").rglob("*.*"))]
     assert lines(again) == lines(half)
     assert torch.equal(again.store.get(again.samples[-1].id), half.store.get(half.samples[-1].id))
     whole = prepared(home, tmp_path / "a", prompts=prompts(40))

@@ -32,6 +32,7 @@ from outrider.train.draft_model import (
 from outrider.train.learners import HeadLearner, Learner, known_tokens
 from outrider.train.loop import BEST, CHECKPOINT, LOG, Loop, Progress
 from outrider.train.losses import feature_loss, hard_loss, soft_loss
+from outrider.train.prepare import TrainingData
 from outrider.train.run import (
     gate_sample,
     held_out_prompts,
@@ -183,6 +184,24 @@ def test_a_stopped_run_goes_on_to_the_same_losses_bit_for_bit(style, home, tmp_p
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
     for name, tensor in whole.learner.tensors().items():
         assert torch.equal(tensor, rest.learner.tensors()[name])
+
+
+def test_features_computed_online_give_the_same_losses(home, tmp_path):
+    model, data = tiny_model(home), tiny_data(home)
+    assert loop("eagle3", home, tmp_path / "cached").run()
+    online = TrainingData.online(data.folder, model.target, features=FEATURES)
+    assert [s.id for s in online.samples] == [s.id for s in data.samples]
+    assert online.store.rows == data.store.rows
+    run = Loop(
+        make("eagle3", home),
+        online.split(False),
+        online.store,
+        FAST,
+        folder=tmp_path / "online",
+        report_every=1,
+    )
+    assert run.run()
+    assert losses(tmp_path / "online") == pytest.approx(losses(tmp_path / "cached"), rel=0.02)
 
 
 def test_time_that_is_over_stops_with_a_checkpoint(home, tmp_path):

@@ -99,5 +99,8 @@ class ShiftedStore:
         self._store, self._by = data.store, by
         self.features = data.store.features
 
+    def prefetch(self, samples: object) -> None:
+        pass
+
     def get(self, sample: str) -> Tensor:
         return torch.roll(self._store.get(sample), self._by, 0)

@@ -74,6 +74,11 @@ def train(
     precision: Annotated[
         Literal["bf16", "fp16", "fp32", "int8"], typer.Option(help="Of a head's written weights.")
     ] = "bf16",
+    accumulate: Annotated[int, typer.Option(help="Batches of a step.")] = 1,
+    online: Annotated[
+        bool,
+        typer.Option("--online", help="Keep no hidden states on disk; compute them every time."),
+    ] = False,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Do not memorise one sample first.")
     ] = False,
@@ -104,6 +109,7 @@ def train(
         muon_rate=rate,
         rate=rate / 10,
         seed=seed,
+        accumulate=accumulate,
     )
     plan = Plan(
         style=style,
@@ -117,6 +123,7 @@ def train(
         layers=layers,
         gate=not no_gate,
         precision=precision,
+        online=online,
     )
     until = None if hours is None else time.monotonic() + 3600 * hours
     _run(session, plan, target, until, weights=weights, device=device, threads=threads)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.train.features import FeatureStore
+from outrider.train.features import Features
 from outrider.train.samples import Sample
 
 BUCKETS = 16  # batches that are cut from one sorted run, so that lengths in a batch are alike
@@ -99,11 +99,12 @@ def plan_batches(
     return batches
 
 
-def make_batch(samples: Sequence[Sample], store: FeatureStore, *, longest: int) -> Batch:
+def make_batch(samples: Sequence[Sample], store: Features, *, longest: int) -> Batch:
     """Pad samples to one batch; tokens beyond ``longest`` are cut off."""
     cut = [sample.tokens[:longest] for sample in samples]
     length = max(map(len, cut)) - 1
     tokens = torch.zeros(len(cut), length + 1, dtype=torch.long)
+    store.prefetch({sample.id: ids for sample, ids in zip(samples, cut, strict=True)})
     first = store.get(samples[0].id)
     features = torch.zeros(len(cut), length, *first.shape[1:], dtype=first.dtype)
     for index, (sample, ids) in enumerate(zip(samples, cut, strict=True)):

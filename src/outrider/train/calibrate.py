@@ -14,7 +14,7 @@ import torch
 
 from outrider.drafters.medusa import RANKS
 from outrider.train.batches import make_batch
-from outrider.train.features import FeatureStore
+from outrider.train.features import Features
 from outrider.train.learners import HeadLearner
 from outrider.train.samples import Sample
 
@@ -22,7 +22,7 @@ BATCH = 8
 
 
 def accuracy_by_rank(
-    learner: HeadLearner, samples: Sequence[Sample], store: FeatureStore, *, longest: int
+    learner: HeadLearner, samples: Sequence[Sample], store: Features, *, longest: int
 ) -> list[list[float]]:
     """Per head, how often its first, second, ... choice is the token that came, given that a tree
     of `RANKS` choices a head holds the path up to there."""

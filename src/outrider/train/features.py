@@ -1,4 +1,5 @@
-"""Hidden states of the target, cached in memory-mapped shards while it writes its answers.
+"""Hidden states of the target: cached in memory-mapped shards while it writes its answers, or
+computed again from its tokens whenever they are wanted.
 
 `FeatureStore` is a folder: shards of raw bf16 rows [R, F, D] and an index with one JSON line per
 sample, written after the rows, so that a run that was cut off loses at most the sample under way.
@@ -11,9 +12,10 @@ Shapes: R rows (tokens of a sample but its last), F features, D width.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +27,34 @@ from outrider.errors import InvalidParameter
 from outrider.models.target import Segment, Target
 
 SHARD_ROWS = 1 << 18
+
+
+class Features(Protocol):
+    """Where features of samples come from."""
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Which hidden states, as `HeadConfig.features`."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Rows of all samples that were added."""
+        ...
+
+    def __contains__(self, sample: str) -> bool: ...
+
+    def add(self, sample: str, rows_RFD: Tensor) -> None:
+        """Keep the features of a sample."""
+        ...
+
+    def prefetch(self, samples: Mapping[str, Sequence[int]]) -> None:
+        """These samples (ids and tokens) are wanted next, together."""
+        ...
+
+    def get(self, sample: str) -> Tensor:
+        """[R, F, D] in bf16."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +82,7 @@ class FeatureStore:
         self._check_header()
         self._places: dict[str, _Place] = {}
         self._maps: dict[int, np.memmap[tuple[int, ...], np.dtype[np.uint8]]] = {}
+        self._torn = False
         self._load()
 
     @property
@@ -78,8 +109,8 @@ class FeatureStore:
         if self._index.exists():
             text = self._index.read_text("utf-8")
             whole = text[: text.rfind("\n") + 1]
-            if whole != text:
-                self._index.write_text(whole, "utf-8")
+            # mended when a sample is added: reading changes nothing
+            self._torn = whole != text
             for number, line in enumerate(whole.splitlines(), 1):
                 try:
                     entry = json.loads(line)
@@ -123,6 +154,9 @@ class FeatureStore:
         """Keep the features of a sample."""
         if rows_RFD.shape[1:] != (len(self.features), self.width):
             raise InvalidParameter(f"features of shape {list(rows_RFD.shape)} do not fit the store")
+        if self._torn:
+            cut_last_line(self._index)
+            self._torn = False
         if self._rows >= SHARD_ROWS:
             self._shard, self._rows = self._shard + 1, 0
         path = self._shard_path(self._shard)
@@ -136,8 +170,11 @@ class FeatureStore:
         self._places[sample] = place
         self._rows += len(rows_RFD)
 
+    def prefetch(self, samples: Mapping[str, Sequence[int]]) -> None:
+        """Nothing to do: the files are mapped."""
+
     def get(self, sample: str) -> Tensor:
-        """[R, F, D] in bf16, straight from the mapping."""
+        """[R, F, D] in bf16, from the mapping."""
         place = self._places[sample]
         begin, end = place.start * self.row_bytes, (place.start + place.rows) * self.row_bytes
         found = self._maps.get(place.shard)
@@ -150,6 +187,51 @@ class FeatureStore:
 
     def _shard_path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:04d}.bf16"
+
+
+class OnlineFeatures:
+    """Features computed by the frozen target when they are wanted; nothing is kept on disk.
+
+    A pass of the target for every batch of every epoch: for disks that cannot hold the features.
+    """
+
+    def __init__(self, target: Target, features: tuple[int, ...]) -> None:
+        self.features = features
+        self._target = target
+        self._tokens: dict[str, Sequence[int]] = {}
+        self._ready: dict[str, Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        return sum(len(tokens) - 1 for tokens in self._tokens.values())
+
+    def __contains__(self, sample: str) -> bool:
+        return True
+
+    def note(self, sample: str, tokens: Sequence[int]) -> None:
+        """Know a sample's tokens."""
+        self._tokens[sample] = tokens
+
+    def add(self, sample: str, rows_RFD: Tensor) -> None:
+        """Nothing is kept."""
+
+    def prefetch(self, samples: Mapping[str, Sequence[int]]) -> None:
+        found = compute_features(self._target, list(samples.values()), self.features)
+        rows = [rows.bfloat16().cpu() for rows in found]
+        self._ready = dict(zip(samples, rows, strict=True))
+
+    def get(self, sample: str) -> Tensor:
+        if sample not in self._ready:
+            self.prefetch({sample: self._tokens[sample]})
+        return self._ready[sample]
+
+
+def cut_last_line(path: Path) -> None:
+    """Cut off a last line without its end, so that appending is safe. Changes the file."""
+    with path.open("rb+") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 def feature_bytes(rows: int, *, features: int, width: int) -> int:

@@ -24,7 +24,7 @@ from outrider.errors import InvalidParameter, NoSpace, TrainingFailed
 from outrider.train import checkpoint
 from outrider.train.batches import Batch, epochs, make_batch, plan_batches
 from outrider.train.config import TrainConfig
-from outrider.train.features import FeatureStore
+from outrider.train.features import Features
 from outrider.train.heads import Frozen, HeadModule
 from outrider.train.learners import HeadLearner, Learner
 from outrider.train.samples import Sample
@@ -76,7 +76,7 @@ class Loop:
         self,
         learner: Learner,
         samples: Sequence[Sample],
-        store: FeatureStore,
+        store: Features,
         config: TrainConfig,
         *,
         folder: Path,
@@ -283,7 +283,7 @@ class Trainer(Loop):
         module: HeadModule,
         frozen: Frozen,
         samples: Sequence[Sample],
-        store: FeatureStore,
+        store: Features,
         config: TrainConfig,
         *,
         draft_tokens: Tensor,

@@ -58,6 +58,7 @@ class Plan:
         layers: of a draft model.
         gate: memorise one sample first.
         precision: of a head's weights.
+        online: keep no features on disk; the target computes them for every batch.
     """
 
     style: str
@@ -71,6 +72,7 @@ class Plan:
     layers: int = 4
     gate: bool = True
     precision: Precision = "bf16"
+    online: bool = False
 
     def __post_init__(self) -> None:
         if self.style not in KINDS:
@@ -149,14 +151,8 @@ def _data(
     loaded: LoadedModel, plan: Plan, watch: Watch, features: tuple[int, ...], width: int
 ) -> TrainingData:
     folder = plan.work / "data"
-    lengths = None
-    if plan.prompts is not None:
-        lengths = [_length(loaded, prompt) for prompt in plan.prompts]
-    needed = estimate_bytes(folder, plan.data, features=features, width=width, lengths=lengths)
-    if needed:
-        most = "at most" if lengths is not None else "about"
-        watch.say(f"data: {most} {needed / 1e9:,.2f} GB of hidden states in {folder}")
-    check_space(folder, needed)
+    if not plan.online:
+        _check_size(loaded, plan, watch, folder, features, width)
     data = prepare(
         loaded.target,
         loaded.tokenizer,
@@ -167,6 +163,7 @@ def _data(
         prompts=plan.prompts,
         progress=watch.data,
         stop=watch.stop,
+        online=plan.online,
     )
     out = data.left_out
     if out.too_long:
@@ -179,6 +176,25 @@ def _data(
         f"{data.answer_tokens:,} answer tokens"
     )
     return data
+
+
+def _check_size(
+    loaded: LoadedModel,
+    plan: Plan,
+    watch: Watch,
+    folder: Path,
+    features: tuple[int, ...],
+    width: int,
+) -> None:
+    """Say how much will be written, and refuse what the disk cannot hold."""
+    lengths = None
+    if plan.prompts is not None:
+        lengths = [_length(loaded, prompt) for prompt in plan.prompts]
+    needed = estimate_bytes(folder, plan.data, features=features, width=width, lengths=lengths)
+    if needed:
+        most = "at most" if lengths is not None else "about"
+        watch.say(f"data: {most} {needed / 1e9:,.2f} GB of hidden states in {folder}")
+    check_space(folder, needed)
 
 
 def _length(loaded: LoadedModel, prompt: TrainPrompt) -> int:

@@ -24,7 +24,14 @@ from outrider.models.heads.config import TargetFacts
 from outrider.models.target import Target
 from outrider.models.tokenizer import Tokenizer
 from outrider.train.checkpoint import disk_full
-from outrider.train.features import FeatureStore, Recorder, feature_bytes
+from outrider.train.features import (
+    Features,
+    FeatureStore,
+    OnlineFeatures,
+    Recorder,
+    cut_last_line,
+    feature_bytes,
+)
 from outrider.train.prompts import TrainPrompt, Writer, held_out_ids, make_prompt, unique
 from outrider.train.samples import (
     AnswerConfig,
@@ -32,7 +39,6 @@ from outrider.train.samples import (
     Sample,
     answer_all,
     append_samples,
-    mend,
     read_samples,
 )
 
@@ -96,18 +102,27 @@ class TrainingData:
 
     folder: Path
     samples: list[Sample]
-    store: FeatureStore
+    store: Features
     left_out: LeftOut = field(default_factory=LeftOut)
     complete: bool = True
+    _mended: bool = False
 
     @classmethod
     def open(cls, folder: Path, *, features: tuple[int, ...], width: int) -> TrainingData:
-        """What a folder holds; an empty one is fine."""
+        """What a folder holds; an empty one is fine. Changes nothing that is there."""
         folder.mkdir(parents=True, exist_ok=True)
         store = FeatureStore(folder / "features", features=features, width=width)
-        path = folder / SAMPLES
-        mend(path)
-        found = {s.id: s for s in read_samples(path) if s.id in store}
+        found = {s.id: s for s in read_samples(folder / SAMPLES) if s.id in store}
+        return cls(folder, list(found.values()), store)
+
+    @classmethod
+    def online(cls, folder: Path, target: Target, *, features: tuple[int, ...]) -> TrainingData:
+        """The samples of a folder, with features that the target computes when they are wanted."""
+        folder.mkdir(parents=True, exist_ok=True)
+        store = OnlineFeatures(target, features)
+        found = {s.id: s for s in read_samples(folder / SAMPLES)}
+        for sample in found.values():
+            store.note(sample.id, sample.tokens)
         return cls(folder, list(found.values()), store)
 
     def split(self, held_out: bool) -> list[Sample]:
@@ -119,13 +134,17 @@ class TrainingData:
         return sum(len(s.answer) for s in self.samples)
 
     def add(self, sample: Sample, features: Tensor) -> None:
-        """Keep a sample: features first, so that a listed sample always has them.
+        """Keep a sample: features first, so that a listed sample always has them. One process at a
+        time may add.
 
         Raises:
             NoSpace: the disk is full; what was kept before is whole.
         """
         try:
             self.store.add(sample.id, features)
+            if not self._mended and (self.folder / SAMPLES).exists():
+                cut_last_line(self.folder / SAMPLES)
+            self._mended = True
             append_samples(self.folder / SAMPLES, [sample])
         except OSError as error:
             if not disk_full(error):
@@ -210,7 +229,7 @@ def check_space(folder: Path, needed: int) -> None:
     if needed > free:
         raise NoSpace(
             f"the data needs about {needed / 1e9:,.2f} GB in {folder}, {free / 1e9:,.2f} GB are "
-            "free: make room, give another folder (--work), or want fewer tokens (--tokens)"
+            "free: make room, give another folder (--work), want fewer tokens (--tokens), or use --online"
         )
 
 
@@ -323,7 +342,7 @@ class _Preparation:
             fresh,
             self.config.answers,
             sink=self._keep,
-            drafter=RECORDER,
+            drafter="none" if isinstance(self.data.store, OnlineFeatures) else RECORDER,
             held_out=held_out,
             progress=lambda done, tokens, seconds: self._report(
                 tokens / max(seconds, 1e-9),
@@ -333,7 +352,11 @@ class _Preparation:
         )
 
     def _keep(self, sample: Sample) -> None:
-        self.data.add(sample, self._recorder.take(sample.tokens))
+        if isinstance(self.data.store, OnlineFeatures):
+            self.data.store.note(sample.id, sample.tokens)
+            self.data.add(sample, Tensor())
+        else:
+            self.data.add(sample, self._recorder.take(sample.tokens))
         self._seen.add(sample.id)
 
     def _report(self, speed: float, *, share: float | None) -> None:
@@ -396,6 +419,7 @@ def prepare(
     prompts: Sequence[TrainPrompt] | None = None,
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    online: bool = False,
 ) -> TrainingData:
     """Write training data until there is enough (a sample that is held out among it), or until
     ``prompts`` are all answered.
@@ -405,12 +429,16 @@ def prepare(
         features, width: which hidden states to keep, and their size.
         prompts: a user's; `None` lets the target and the built-in tasks write them.
         stop: asked after every step; the data is not `complete` then.
+        online: keep no features; they are computed whenever they are wanted.
 
     Raises:
         InvalidParameter: none of the prompts can be used, or rounds bring nothing new.
         NoSpace: the disk is full; what is there is whole.
     """
-    data = TrainingData.open(folder, features=features, width=width)
+    if online:
+        data = TrainingData.online(folder, target, features=features)
+    else:
+        data = TrainingData.open(folder, features=features, width=width)
     work = _Preparation(target, tokenizer, data, config, progress=progress, stop=stop)
     if prompts is not None:
         work.answer(prompts, held_out=held_out_ids(prompts))

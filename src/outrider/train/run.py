@@ -44,7 +44,7 @@ from outrider.train.draft_model import (
     first_layers,
     write_draft_model,
 )
-from outrider.train.features import FeatureStore, compute_features
+from outrider.train.features import Features, compute_features
 from outrider.train.heads import Frozen, HeadModule
 from outrider.train.learners import HeadLearner, Learner, known_tokens
 from outrider.train.loop import BEST, LOG, Loop, Progress
@@ -135,7 +135,7 @@ class Job:
 def overfit_gate(
     make: Callable[[], Learner],
     sample: Sample,
-    store: FeatureStore,
+    store: Features,
     config: TrainConfig,
     *,
     folder: Path,
@@ -333,7 +333,7 @@ def _gate(
     loaded: LoadedModel,
     job: Job,
     samples: Sequence[Sample],
-    store: FeatureStore,
+    store: Features,
     config: RunConfig,
     *,
     folder: Path,

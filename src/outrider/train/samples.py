@@ -96,16 +96,6 @@ def read_samples(path: Path) -> Iterator[Sample]:
         yield sample
 
 
-def mend(path: Path) -> None:
-    """Cut off a last line without its end, so that appending is safe. Changes the file."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
-
-
 @dataclass
 class LeftOut:
     """Prompts that were not answered.

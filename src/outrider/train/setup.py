@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.errors import InvalidParameter
 from outrider.models.heads.config import HeadConfig, Kind, TargetFacts
 from outrider.models.heads.kernels import Decoder
-from outrider.train.features import FeatureStore
+from outrider.train.features import Features
 from outrider.train.heads import Frozen, rms
 from outrider.train.samples import Sample
 
@@ -122,7 +122,7 @@ def frozen_parts(target: Decoder, head_rows: Tensor) -> Frozen:
 
 
 def input_spread(
-    config: HeadConfig, frozen: Frozen, samples: Sequence[Sample], store: FeatureStore
+    config: HeadConfig, frozen: Frozen, samples: Sequence[Sample], store: Features
 ) -> Tensor:
     """How widely each input of `fc` is spread over some answers: its root mean square, rounded to
     a power of two so that folding it into the weights loses nothing.
