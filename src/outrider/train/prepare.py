@@ -229,7 +229,8 @@ def check_space(folder: Path, needed: int) -> None:
     if needed > free:
         raise NoSpace(
             f"the data needs about {needed / 1e9:,.2f} GB in {folder}, {free / 1e9:,.2f} GB are "
-            "free: make room, give another folder (--work), want fewer tokens (--tokens), or use --online"
+            "free: make room, give another folder (--work), want fewer tokens (--tokens), or use "
+            "--online"
         )
 
 
