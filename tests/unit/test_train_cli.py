@@ -65,7 +65,7 @@ def test_a_trained_head_is_accepted_more_than_an_untrained_one(train, target, tm
     result = train("eagle3", "--epochs", "16", "--rate", "0.02")
     assert result.code == 0, result.err
     assert "at most 0.00 GB of hidden states" in result.err
-    assert "warning: 1 prompts do not fit the context and are left out" in result.err
+    assert "warning: 1 prompts have more than 448 tokens and are left out" in result.err
     assert "one-sample gate: 0.9" in result.err or "one-sample gate: 1.0" in result.err
     assert re.search(r"chain +\d\.\d\d   0\.\d\d", result.out)
     assert f"--drafter {tmp_path / 'out'}" in result.out

@@ -56,6 +56,9 @@ def train(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Longest answer to a prompt.")
     ] = 256,
+    max_prompt: Annotated[
+        int, typer.Option(help="Longest prompt, in tokens; longer ones are left out.")
+    ] = 448,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 4.0,
     hours: Annotated[
         float | None, typer.Option(help="Stop after so long; the same command goes on.")
@@ -97,12 +100,14 @@ def train(
     session: Session = context.obj
     if hours is not None and not hours > 0:
         raise InvalidParameter(f"--hours is {hours}; use a number above 0")
-    if max_tokens < 1:
-        raise InvalidParameter(f"--max-tokens is {max_tokens}; use 1 or more")
+    for name, value in (("--max-tokens", max_tokens), ("--max-prompt", max_prompt)):
+        if value < 1:
+            raise InvalidParameter(f"{name} is {value}; use 1 or more")
     data = round_of(tokens)
-    answers = replace(data.answers, max_tokens=max_tokens, seed=seed)
+    answers = replace(data.answers, max_tokens=max_tokens, max_prompt=max_prompt, seed=seed)
     plain = TrainConfig(
         epochs=epochs,
+        longest=max(TrainConfig.longest, max_prompt + max_tokens),
         unroll=unroll,
         decay=decay,
         loss=loss,

@@ -167,7 +167,8 @@ def _data(
     )
     out = data.left_out
     if out.too_long:
-        watch.warn(f"{out.too_long} prompts do not fit the context and are left out")
+        most = min(plan.data.answers.max_prompt, loaded.target.context_length - 1)
+        watch.warn(f"{out.too_long} prompts have more than {most} tokens and are left out")
     if out.refused:
         watch.warn(f"{out.refused} prompts are left out: {out.reason}")
     held_out = len(data.split(True))
