@@ -263,7 +263,7 @@ def speedup(
         if min(pair.plain_tokens, pair.speculative_tokens) < 1:
             raise InvalidParameter(f"prompt {pair.prompt!r}: a run without output has no rate")
     # Columns per prompt: tokens and seconds of both sides, log ratio, rates of both sides, runs.
-    sums_C8 = _cluster_sums([p.prompt for p in pairs], [_columns(p) for p in pairs])
+    sums_C8 = cluster_sums([p.prompt for p in pairs], [_columns(p) for p in pairs])
     log_mean_C = sums_C8[:, 4] / sums_C8[:, 7]
 
     def total(weights_BC: Array) -> Array:
@@ -283,7 +283,7 @@ def speedup(
     prompts = len(sums_C8)
 
     def estimate(statistic: Callable[[Array], Array]) -> Estimate:
-        return _bootstrap(statistic, prompts, seed=seed, samples=samples, level=level)
+        return bootstrap(statistic, prompts, seed=seed, samples=samples, level=level)
 
     return Speedup(
         total=estimate(total),
@@ -313,14 +313,14 @@ def acceptance_summary(
     pooled: Estimate | None = None
     if kept:
         rows = [(float(a.num_accepted_draft_tokens), float(a.num_spec_steps)) for _, a in kept]
-        sums_C2 = _cluster_sums([r.id for r in used], rows)
+        sums_C2 = cluster_sums([r.id for r in used], rows)
 
         def length(weights_BC: Array) -> Array:
             accepted_B, steps_B = (weights_BC @ sums_C2).T
             length_B: Array = 1 + accepted_B / steps_B
             return length_B
 
-        pooled = _bootstrap(length, len(sums_C2), seed=seed, samples=samples, level=level)
+        pooled = bootstrap(length, len(sums_C2), seed=seed, samples=samples, level=level)
     return AcceptanceSummary(
         requests=len(used),
         failed=len(records) - len(whole),
@@ -391,7 +391,7 @@ def _columns(pair: Pair) -> tuple[float, ...]:
     )
 
 
-def _cluster_sums(clusters: Sequence[Hashable], rows: Sequence[Sequence[float]]) -> Array:
+def cluster_sums(clusters: Sequence[Hashable], rows: Sequence[Sequence[float]]) -> Array:
     """The rows of each cluster added up, clusters in order of first appearance."""
     index = {cluster: i for i, cluster in enumerate(dict.fromkeys(clusters))}
     sums = np.zeros((len(index), len(rows[0])))
@@ -399,7 +399,7 @@ def _cluster_sums(clusters: Sequence[Hashable], rows: Sequence[Sequence[float]])
     return sums
 
 
-def _bootstrap(
+def bootstrap(
     statistic: Callable[[Array], Array], prompts: int, *, seed: int, samples: int, level: float
 ) -> Estimate:
     """A statistic of prompt weights, with its expanded percentile interval.

@@ -143,12 +143,34 @@ def _from_file(spec: str) -> tuple[Prompt, ...]:
 
 
 def _prompt(text: str, where: str, *, family: str, number: int) -> Prompt:
+    return prompt_of(line_object(text, where), where, family=family, number=number)
+
+
+def line_object(text: str, where: str) -> dict[str, Any]:
+    """The JSON object on a line.
+
+    Raises:
+        InvalidParameter: it is none; ``where`` is named.
+    """
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as fault:
         raise InvalidParameter(f"{where}: not JSON: {fault}") from None
     if not isinstance(line, dict):
         raise InvalidParameter(f'{where}: a prompt is an object such as {{"prompt": "..."}}')
+    return line
+
+
+def prompt_of(line: Mapping[str, Any], where: str, *, family: str, number: int) -> Prompt:
+    """The prompt that a line's object is.
+
+    Args:
+        where: what errors call the line.
+        family: where the line names none; the id is then ``family:number``.
+
+    Raises:
+        InvalidParameter: it is no prompt.
+    """
     tags = line.get("tags", [])
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise InvalidParameter(f"{where}: tags must be a list of strings, got {tags!r}")
