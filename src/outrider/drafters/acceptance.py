@@ -73,6 +73,13 @@ class AcceptanceTable:
                 cell = self._seen.setdefault(key, [0.0, 0.0])
                 cell[0] = cell[0] * self._keep + 1.0
                 cell[1] = cell[1] * self._keep + result.accepted
+        levels: dict[int, bool] = {}
+        for result in results:
+            levels[result.depth] = levels.get(result.depth, False) or result.accepted
+        for depth, accepted in levels.items():
+            cell = self._seen.setdefault(("level", depth), [0.0, 0.0])
+            cell[0] = cell[0] * self._keep + 1.0
+            cell[1] = cell[1] * self._keep + accepted
         if self._parent is not None:
             self._parent.update(results)
 
@@ -80,6 +87,14 @@ class AcceptanceTable:
         """The chance that a guess at ``depth`` is accepted once its parent is."""
         prior = self._parent.at_depth(depth) if self._parent else 0.6
         return self._estimate(("depth", depth), prior)
+
+    def at_level(self, depth: int) -> float:
+        """The chance that some guess at ``depth`` is accepted once one before it was.
+
+        Of a chain this is `at_depth`; siblings share a level, so trees do better here.
+        """
+        prior = self._parent.at_level(depth) if self._parent else 0.6
+        return self._estimate(("level", depth), prior)
 
     def at_confidence(self, confidence: float) -> float:
         """The chance that a guess made with ``confidence`` is accepted once its parent is."""

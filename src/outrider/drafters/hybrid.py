@@ -27,6 +27,21 @@ class Member:
     cost: float = 0.0
 
 
+def narrowed(commit: Commit, needs: Needs, drafter: Drafter) -> Commit:
+    """A commit with only those of the features in ``needs`` that one drafter asked for."""
+    wanted = drafter.needs.layers
+    if commit.features is None or wanted == needs.layers:
+        return commit
+    picked = [needs.layers.index(layer) for layer in wanted]
+    return Commit(
+        commit.sequence,
+        commit.tokens,
+        commit.tenant,
+        commit.features[:, picked] if wanted else None,
+        commit.features_from,
+    )
+
+
 def promise(expected: float, *, cost: float, depth: int) -> float:
     """Expected tokens per unit of time if ``expected`` guesses of a draft are accepted."""
     return (1.0 + expected) / (1.0 + cost * depth)
@@ -64,7 +79,7 @@ class HybridDrafter:
                 state.tables[index].update(outcomes(tree, commit.tokens))
                 state.last = None
         for member in self._members:
-            member.drafter.observe([self._narrow(commit, member) for commit in commits])
+            member.drafter.observe([narrowed(c, self.needs, member.drafter) for c in commits])
 
     def propose(
         self, views: Sequence[SequenceView], budgets: Sequence[NodeBudget]
@@ -108,7 +123,7 @@ class HybridDrafter:
         table = state.tables[index]
         chance, expected, best = 1.0, 0.0, 0.0
         for depth in range(1, min(budget.depth, budget.nodes) + 1):
-            chance *= table.at_depth(depth)
+            chance *= table.at_level(depth)
             expected += chance
             best = max(best, promise(expected, cost=member.cost, depth=depth))
         state.idle[index] += 1
@@ -121,17 +136,3 @@ class HybridDrafter:
         chances = self._state(view.id).tables[index].path_probabilities(tree)
         cost = self._members[index].cost
         return promise(sum(chances[1:]), cost=cost, depth=max(tree.depths))
-
-    def _narrow(self, commit: Commit, member: Member) -> Commit:
-        """The commit with only the features that a member asked for."""
-        wanted = member.drafter.needs.layers
-        if commit.features is None or wanted == self.needs.layers:
-            return commit
-        picked = [self.needs.layers.index(layer) for layer in wanted]
-        return Commit(
-            commit.sequence,
-            commit.tokens,
-            commit.tenant,
-            commit.features[:, picked] if wanted else None,
-            commit.features_from,
-        )

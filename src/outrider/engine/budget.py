@@ -30,6 +30,7 @@ COST_MEMORY = 0.98  # per proposal
 COST_STEP = 1.01
 HOST_STEP = 0.05
 GAIN_STEP = 0.06
+WIDTH_STEP = 0.03
 
 
 @dataclass
@@ -131,23 +132,31 @@ def choose(
 
 
 def depth_limit(
-    table: AcceptanceTable, costs: CostTable, *, draft: DraftCost, rows: int, limit: int
+    table: AcceptanceTable,
+    costs: CostTable,
+    *,
+    draft: DraftCost,
+    rows: int,
+    limit: int,
+    width: float = 1.0,
 ) -> int:
-    """The depth of chain that maximises expected tokens per second, 0 where none pays.
+    """The depth that maximises expected tokens per second, 0 where none pays.
 
     Args:
-        table: acceptance by depth.
+        table: acceptance by level.
         costs: the machine's cost table.
         draft: what drafting costs.
         rows: rows of the pass without this chain.
         limit: never more than this.
+        width: guesses that are checked per level; 1 for a chain.
     """
     best_rate, best = 1.0 / (costs.verify(rows) + costs.host_ms), 0
     gain, chance = 1.0, 1.0
     for depth in range(1, limit + 1):
-        chance *= table.at_depth(depth)
+        chance *= table.at_level(depth)
         gain += chance
-        rate = gain / (costs.verify(rows + depth) + costs.host_ms + draft.at(depth))
+        checked = rows + round(width * depth)
+        rate = gain / (costs.verify(checked) + costs.host_ms + draft.at(depth))
         if rate > best_rate:
             best_rate, best = rate, depth
     return best
@@ -182,10 +191,18 @@ class DraftCost:
 
 @dataclass
 class DrafterStats:
-    """What has been seen of one drafter over all sequences: acceptance and its own cost."""
+    """What has been seen of one drafter over all sequences: acceptance, its own cost, and how many
+    guesses per level were worth checking."""
 
     table: AcceptanceTable = field(default_factory=AcceptanceTable)
     cost: DraftCost = field(default_factory=DraftCost)
+    width: float = 1.0
+
+    def saw(self, tree: DraftTree) -> None:
+        """Take in a tree as it goes to the target."""
+        if len(tree) > 1:
+            width = (len(tree) - 1) / max(tree.depths)
+            self.width += WIDTH_STEP * (width - self.width)
 
 
 class _SequenceMemory:
@@ -215,7 +232,9 @@ class _SequenceMemory:
         if cost.depth_ms * limit <= FREE_SHARE * costs.verify(1):
             best = limit if self.gain * costs.verify(1) >= cost.base_ms else 0
         else:
-            best = depth_limit(self.table, costs, draft=cost, rows=rows, limit=limit)
+            best = depth_limit(
+                self.table, costs, draft=cost, rows=rows, limit=limit, width=self.stats.width
+            )
         if best > 0:
             self.wait, self.idle = PROBE_FIRST, 0
             return best
@@ -341,7 +360,10 @@ class CostBudget:
             Offer(tree, self._memory(subject).table.path_probabilities(tree))
             for subject, tree in zip(subjects, trees, strict=True)
         ]
-        return choose(offers, self.costs, other_rows=other_rows, draft_ms=draft_ms)
+        kept = choose(offers, self.costs, other_rows=other_rows, draft_ms=draft_ms)
+        for subject, tree in zip(subjects, kept, strict=True):
+            self._memory(subject).stats.saw(tree)
+        return kept
 
     def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
         self._drafters.setdefault(drafter, DrafterStats()).cost.learn(depth, milliseconds)
