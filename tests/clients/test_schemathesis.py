@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from outrider.serve.openapi import GETS, POSTS
 from outrider.testing.serving import NAME, fake_service, running_server
 
-EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ", "25"))  # per path and mode; more for a long run
+EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ", "12"))  # per path and mode; more for a long run
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 OPERATIONS = [("POST", path) for path in POSTS] + [("GET", path) for path in GETS]
 

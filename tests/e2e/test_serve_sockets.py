@@ -158,7 +158,7 @@ def test_a_slow_reader_does_not_hold_the_others() -> None:
 
 # -- soak -----------------------------------------------------------------------------------------
 
-REQUESTS = int(os.environ.get("OUTRIDER_SOAK", "400"))  # 10000 for the long form
+REQUESTS = int(os.environ.get("OUTRIDER_SOAK", "250"))  # 10000 for the long form
 TOOL = {
     "type": "function",
     "function": {

@@ -371,9 +371,6 @@ class Engine:
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences; send those away that have waited too long."""
-        for sequence in self._waiting.expired(time.perf_counter()):
-            waited = f"no slot became free within {self.config.patience_s:g} s; try again later"
-            self._end_waiting(sequence, "expired", waited)
         while self._waiting and len(self._pool):
             tenants = Counter(r.sequence.tenant for r in self._running.values())
             sequence = self._waiting.pop(tenants)
@@ -384,6 +381,9 @@ class Engine:
             self._running[sequence.id] = _Running(sequence, slot)
             prompt = Commit(sequence.id, tuple(sequence.tokens), sequence.tenant)
             self._drafting.observe(sequence.drafter, prompt)
+        for sequence in self._waiting.expired(time.perf_counter()):
+            waited = f"no slot became free within {self.config.patience_s:g} s; try again later"
+            self._end_waiting(sequence, "expired", waited)
 
     def _plan_work(self, times: _Times) -> list[_Work]:
         """Schedule, draft, and lay out the pass: prefill chunks and trees."""
