@@ -16,9 +16,12 @@ import typer
 
 from outrider import __version__
 from outrider.cli.bench import bench
+from outrider.cli.certify import certify
 from outrider.cli.chat import chat
+from outrider.cli.check import check
 from outrider.cli.convert import convert
 from outrider.cli.demo import demo
+from outrider.cli.diagnose import diagnose
 from outrider.cli.doctor import doctor
 from outrider.cli.generate import INTERRUPTED, generate
 from outrider.cli.models import models
@@ -30,7 +33,21 @@ from outrider.errors import OutriderError
 
 UNFIT = 3
 
-VERBS = (demo, generate, chat, serve, bench, train, replay, convert, models, doctor)
+VERBS = (
+    demo,
+    generate,
+    chat,
+    serve,
+    bench,
+    train,
+    replay,
+    diagnose,
+    check,
+    certify,
+    convert,
+    models,
+    doctor,
+)
 
 app = typer.Typer(
     help="Speculative decoding that does not change a single token.",

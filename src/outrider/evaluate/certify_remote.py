@@ -104,8 +104,7 @@ def law_of(top: Sequence[tuple[str, float]], setting: Setting) -> Law | None:
     T <= 1 add up to at most p_min^(1/T - 1) r.
     """
     ranked = sorted({_label(t): p for t, p in top}.items(), key=lambda item: -item[1])
-    if not ranked or any(not math.isfinite(p) for _, p in ranked):
-        ranked = [(t, p) for t, p in ranked if math.isfinite(p)]
+    ranked = [(token, p) for token, p in ranked if math.isfinite(p)]
     if not ranked:
         return None
     rest = max(0.0, 1 - sum(math.exp(p) for _, p in ranked))
@@ -162,9 +161,9 @@ async def introduce(backend: Backend) -> Side:
             side = Side(backend, by_id, top)
             answer = await backend.answer(_reference(side, "One, two,"))
             entries = answer.logprobs
-            if answer.error is None and entries and entries[0].top:
-                if not by_id or isinstance(_label(entries[0].token), int):
-                    return side
+            told = answer.error is None and entries and entries[0].top
+            if entries and told and (not by_id or isinstance(_label(entries[0].token), int)):
+                return side
             reasons.append(answer.error or "no log-probabilities came back")
     raise EngineUnfit(
         f"{backend.info.model} gives no log-probabilities for completions ({reasons[-1]}); "
@@ -461,19 +460,21 @@ async def greedy_remote(
 
 
 def _compare(text: str, row: Labels, references: References) -> GreedyRow:
-    """Every token of an answer against the likeliest one at its place, given those before it."""
+    """Every token of an answer against the likeliest one at its place, given those before it.
+
+    Gives the difference with the widest margin; near-ties alone give the widest of them.
+    """
+    worst = GreedyRow(text, len(row))
     for place, token in enumerate(row):
         top = sorted(references.top(row[:place]), key=lambda item: -item[1])
         best, score = _label(top[0][0]), top[0][1]
         if best == token:
             continue
         own = next((p for t, p in top if _label(t) == token), None)
-        return GreedyRow(
-            text,
-            len(row),
-            place,
-            str(best),
-            str(token),
-            None if own is None else score - own,
-        )
-    return GreedyRow(text, len(row))
+        margin = None if own is None else score - own
+        found = GreedyRow(text, len(row), place, str(best), str(token), margin)
+        if margin is None:
+            return found
+        if worst.position is None or margin > (worst.margin or 0.0):
+            worst = found
+    return worst
