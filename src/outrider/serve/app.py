@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from outrider import __version__
@@ -34,8 +34,8 @@ from outrider.serve.wire import (
     Receive,
     Scope,
     Send,
+    beside_client,
     read_body,
-    until_gone,
 )
 
 log = logging.getLogger(__name__)
@@ -287,23 +287,3 @@ def _check_kind(exchange: Exchange) -> None:
         raise ApiError(415, f"the content-type must be {JSON}", code="unsupported_media_type")
     if exchange.headers.text(b"content-encoding") not in (None, "identity"):
         raise bad_request("compressed bodies are not read", code="unsupported_encoding")
-
-
-async def beside_client(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run while the client is there.
-
-    Raises:
-        ClientGone: it left; the work has been cancelled and is over.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(until_gone(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return
-        raise ClientGone
-    finally:
-        for unfinished in (task, watcher):
-            unfinished.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)

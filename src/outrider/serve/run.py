@@ -10,17 +10,20 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
 
 import uvicorn
 
 from outrider.errors import OutriderError
 from outrider.serve.app import App
-from outrider.serve.config import ServerConfig
+from outrider.serve.config import Limits, Tls
 from outrider.serve.service import Service
+from outrider.serve.wire import Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 KEEP_ALIVE_S = 30  # of an idle connection
 
 
@@ -58,22 +61,66 @@ async def serve(
     """
     config = service.config
     service.start()
-    servers = [_Server(_settings(config, App(service), config.host, config.port))]
+    places = [Place(App(service), config.host, config.port)]
     if config.admin_port is not None:
-        admin = _settings(config, App(service, admin=True), config.admin_host, config.admin_port)
-        servers.append(_Server(admin))
+        admin = App(service, admin=True)
+        places.append(Place(admin, config.admin_host, config.admin_port))
+
+    def draining() -> None:
+        service.draining = True
+
+    try:
+        await serve_places(
+            places,
+            limits=config.limits,
+            tls=config.tls,
+            listening=listening,
+            draining=draining,
+            signals=signals,
+        )
+    finally:
+        draining()
+        await asyncio.to_thread(service.stop)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An application and where it listens."""
+
+    app: Application
+    host: str
+    port: int
+
+
+async def serve_places(
+    places: Sequence[Place],
+    *,
+    limits: Limits,
+    tls: Tls | None,
+    listening: Callable[[str], None],
+    draining: Callable[[], None],
+    signals: bool,
+) -> None:
+    """Serve applications until a signal comes or the task is cancelled.
+
+    Args:
+        draining: called once no more connections are taken.
+
+    Raises:
+        CannotListen: a port is taken or not allowed.
+    """
+    servers = [_Server(_settings(place, limits, tls)) for place in places]
     if signals:
         _heed_signals(servers)
     tasks = [asyncio.create_task(_serve_one(server)) for server in servers]
     try:
-        await _announce(servers, tasks, config, listening)
+        await _announce(servers, tasks, listening, scheme="https" if tls else "http")
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        service.draining = True
+        draining()
         for server in servers:
             server.should_exit = True
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(service.stop)
         for result in results:
             if isinstance(result, CannotListen):
                 raise result
@@ -103,24 +150,23 @@ async def _serve_one(server: _Server) -> None:
 async def _announce(
     servers: list[_Server],
     tasks: list[asyncio.Task[None]],
-    config: ServerConfig,
     listening: Callable[[str], None],
+    *,
+    scheme: str,
 ) -> None:
     while not all(server.started for server in servers):
         if any(task.done() for task in tasks):
             return
         await asyncio.sleep(0.01)
-    scheme = "https" if config.tls else "http"
     for server in servers:
         listening(f"{scheme}://{server.config.host}:{server.port}")
 
 
-def _settings(config: ServerConfig, app: App, host: str, port: int) -> uvicorn.Config:
-    limits, tls = config.limits, config.tls
+def _settings(place: Place, limits: Limits, tls: Tls | None) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
-        host=host,
-        port=port,
+        place.app,
+        host=place.host,
+        port=place.port,
         http="h11",
         ws="none",
         lifespan="off",

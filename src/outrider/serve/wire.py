@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any
 
 from outrider.serve.errors import ApiError
@@ -128,3 +128,23 @@ async def until_gone(receive: Receive) -> None:
     """Return when the client has closed its connection; the body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def beside_client(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run while the client is there.
+
+    Raises:
+        ClientGone: it left; the work has been cancelled and is over.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(until_gone(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return
+        raise ClientGone
+    finally:
+        for unfinished in (task, watcher):
+            unfinished.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
