@@ -221,6 +221,16 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
     assert last["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_usage_may_be_counted_in_every_chunk(path: str) -> None:
+    body = chat_body() if path == CHAT else {"model": NAME, "prompt": "hello", "max_tokens": 24}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, _ = post(path, {**body, "stream": True, "stream_options": options}).events
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 24 == last["usage"]["completion_tokens"]
+    assert 0 < counts[0] < 24
+
+
 def test_streamed_logprobs_are_one_entry_per_token() -> None:
     _, events = stream(chat_body(logprobs=True, top_logprobs=1))
     entries = [

@@ -19,6 +19,7 @@ from outrider.models.tokenizer import Decoder, Detokenizer
 from outrider.records.request import acceptance_record, is_verify_step
 from outrider.serve.profiles import Choice
 from outrider.serve.reader import CallArguments, CallStart, Content, Piece, Reader, Reasoning
+from outrider.serve.schema import StreamOptions
 
 REPLY_ROLE = "assistant"
 _LETTERS = string.ascii_letters + string.digits
@@ -57,11 +58,31 @@ def finite(logprob: float) -> float:
 def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, int]:
     """OpenAI's usage object. Drafts do not show here: `accepted_prediction_tokens` is another
     feature's field."""
-    output = sum(len(completion.tokens) for completion in completions)
+    return _usage(prompt_tokens, sum(len(completion.tokens) for completion in completions))
+
+
+class RunningUsage:
+    """The `usage` field of a stream's chunks: absent, null until the end, or counting."""
+
+    def __init__(self, prompt_tokens: int, options: StreamOptions | None) -> None:
+        self.wanted = bool(options and options.include_usage)
+        self._counts = self.wanted and bool(options and options.continuous_usage_stats)
+        self._prompt = prompt_tokens
+        self._output = 0
+
+    def take(self, update: Update) -> dict[str, Any]:
+        """What the chunks of an update carry."""
+        self._output += len(update.tokens)
+        if not self.wanted:
+            return {}
+        return {"usage": _usage(self._prompt, self._output) if self._counts else None}
+
+
+def _usage(prompt: int, output: int) -> dict[str, int]:
     return {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": output,
-        "total_tokens": prompt_tokens + output,
+        "total_tokens": prompt + output,
     }
 
 

@@ -9,7 +9,15 @@ from typing import Any
 
 from outrider.engine import Update
 from outrider.serve import plan
-from outrider.serve.answers import REPLY_ROLE, ChatAnswer, Trace, new_id, speculation, usage
+from outrider.serve.answers import (
+    REPLY_ROLE,
+    ChatAnswer,
+    RunningUsage,
+    Trace,
+    new_id,
+    speculation,
+    usage,
+)
 from outrider.serve.exchange import EventStream, Exchange, as_api_error
 from outrider.serve.generation import Generation
 from outrider.serve.metrics import prompt_type
@@ -44,11 +52,6 @@ class Chat:
             "model": self.choice.model,
             "system_fingerprint": self.choice.fingerprint,
         }
-
-    @property
-    def wants_usage(self) -> bool:
-        options = self.request.stream_options
-        return bool(options and options.include_usage)
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -194,7 +197,7 @@ async def _stream(service: Service, exchange: Exchange, chat: Chat) -> None:
     completions = chat.generation.completions
     numbers = usage(chat.generation.prompt_tokens, completions)
     exchange.facts.update(numbers)
-    if chat.wants_usage:
+    if chunks.usage.wanted:
         metrics = speculation(completions, chat.choice, details=service.config.details)
         last = {**chat.frame(chunks.KIND), "choices": [], "usage": numbers, "metrics": metrics}
         await stream.send([last])
@@ -209,13 +212,15 @@ class _Chunks:
     def __init__(self, chat: Chat, text: TextModel) -> None:
         self._chat = chat
         self._frame = chat.frame(self.KIND)
-        self._tail = {"usage": None} if chat.wants_usage else {}
+        self.usage = RunningUsage(chat.generation.prompt_tokens, chat.request.stream_options)
+        self._tail: dict[str, Any] = {}
         self._traces = [Trace(text) for _ in chat.answers] if chat.generation.stepwise else []
         self._begun: set[int] = set()
 
     def of(self, index: int, update: Update) -> list[dict[str, Any]]:
         """The chunks of one update: the role first, the finish reason last."""
         answer = self._chat.answers[index]
+        self._tail = self.usage.take(update)
         deltas = answer.take(update)
         found = []
         if index not in self._begun:

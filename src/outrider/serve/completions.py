@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.engine import Update
 from outrider.serve import plan
-from outrider.serve.answers import TokenTable, finite, new_id, speculation, usage
+from outrider.serve.answers import RunningUsage, TokenTable, finite, new_id, speculation, usage
 from outrider.serve.chat import PROMPT_TYPE
 from outrider.serve.errors import bad_request
 from outrider.serve.exchange import EventStream, Exchange, as_api_error
@@ -196,14 +196,16 @@ async def _whole(service: Service, exchange: Exchange, task: TextCompletion) -> 
 async def _stream(service: Service, exchange: Exchange, task: TextCompletion) -> None:
     options = task.request.stream_options
     pad = task.choice.profile.pad or bool(options and options.include_obfuscation)
-    wants_usage = bool(options and options.include_usage)
+    counter = RunningUsage(task.generation.prompt_tokens, options)
     stream = EventStream(exchange, service.metrics, task.generation.labels, pad=pad)
-    frame, tail = task.frame(), {"usage": None} if wants_usage else {}
+    frame = task.frame()
     try:
         async with task.generation as generation:
             while not generation.done:
                 news = await generation.news(stream)
-                await stream.send([{**frame, **task.chunk(*item), **tail} for item in news])
+                await stream.send(
+                    [{**frame, **task.chunk(*item), **counter.take(item[1])} for item in news]
+                )
     except Exception as fault:
         if not stream.begun:
             raise
@@ -212,7 +214,7 @@ async def _stream(service: Service, exchange: Exchange, task: TextCompletion) ->
     done = task.generation.completions
     numbers = usage(task.generation.prompt_tokens, done)
     exchange.facts.update(numbers)
-    if wants_usage:
+    if counter.wanted:
         metrics = speculation(done, task.choice, details=service.config.details)
         await stream.send([{**frame, "choices": [], "usage": numbers, "metrics": metrics}])
     await stream.done()

@@ -53,6 +53,7 @@ class Form(BaseModel):
 class StreamOptions(Form):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's; load generators ask for it
 
 
 class Sampled(Form):
