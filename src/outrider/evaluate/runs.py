@@ -187,10 +187,19 @@ class RunWriter:
     """Writes a run; make one with `create` or `resume`. A context manager: leaving it closes the
     file without an end, so that a run cut off counts as unfinished."""
 
-    def __init__(self, folder: Path, lines: JsonlWriter, done: set[tuple[Any, ...]]) -> None:
+    def __init__(
+        self, folder: Path, lines: JsonlWriter, earlier: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """
+        Args:
+            earlier: what the file holds already.
+        """
         self.folder = folder
+        self.earlier = tuple(earlier)
         self._lines = lines
-        self._done = done
+        self._done = {
+            _key(line) for line in earlier if line.get("kind") == "sample" and not line.get("error")
+        }
 
     @classmethod
     def create(cls, folder: Path, manifest: RunManifest) -> RunWriter:
@@ -199,7 +208,7 @@ class RunWriter:
         Raises:
             RecordFileError: there is a run already, or it cannot be written.
         """
-        return cls(folder, JsonlWriter.create(folder / SAMPLES, manifest), set())
+        return cls(folder, JsonlWriter.create(folder / SAMPLES, manifest))
 
     @classmethod
     def resume(cls, folder: Path) -> RunWriter:
@@ -209,9 +218,7 @@ class RunWriter:
             RecordFileError: there is no run.
         """
         found = read_jsonl(folder / SAMPLES)
-        done = {_key(line) for line in found.records if line.get("kind") == "sample" and not (
-            line.get("error"))}  # fmt: skip
-        return cls(folder, JsonlWriter.resume(folder / SAMPLES), done)
+        return cls(folder, JsonlWriter.resume(folder / SAMPLES), found.records)
 
     @property
     def manifest(self) -> RunManifest:
