@@ -19,6 +19,7 @@ from outrider.records.request import AcceptanceRecord, InvalidRecord
 
 RESPONSE = "response"
 COUNTERS = "counters"
+NO_COUNTERS = "the engine has no counters of accepted guesses"
 
 Conversation = tuple[Mapping[str, Any], ...]
 
@@ -375,7 +376,7 @@ def between(
 ) -> tuple[Acceptance | None, str | None]:
     """Acceptance between two readings, and why there is none where there is none."""
     if before.accepted is None or after.accepted is None:
-        return None, "the engine has no counters of accepted guesses"
+        return None, NO_COUNTERS
     if before.drafted is None or after.drafted is None:
         return None, "the engine has no counter of drafted guesses"
     accepted, drafted = after.accepted - before.accepted, after.drafted - before.drafted

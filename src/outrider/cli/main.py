@@ -19,15 +19,19 @@ from outrider.cli.bench import bench
 from outrider.cli.certify import certify
 from outrider.cli.chat import chat
 from outrider.cli.check import check
+from outrider.cli.collect import collect
 from outrider.cli.convert import convert
 from outrider.cli.demo import demo
 from outrider.cli.diagnose import diagnose
 from outrider.cli.doctor import doctor
+from outrider.cli.eval import eval
 from outrider.cli.generate import INTERRUPTED, generate
 from outrider.cli.models import models
 from outrider.cli.replay import replay
+from outrider.cli.report import report
 from outrider.cli.serve import serve
 from outrider.cli.session import Session
+from outrider.cli.sweep import sweep
 from outrider.cli.train import train
 from outrider.errors import OutriderError
 
@@ -43,6 +47,10 @@ VERBS = (
     replay,
     diagnose,
     check,
+    eval,
+    sweep,
+    report,
+    collect,
     certify,
     convert,
     models,

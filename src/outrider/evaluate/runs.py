@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.backends.base import Answer, Ask, EngineInfo
+from outrider.backends.base import NO_COUNTERS, Answer, Ask, EngineInfo
+from outrider.backends.settings import BASELINE
 from outrider.errors import InvalidParameter
 from outrider.evaluate.load import Shot
 from outrider.evaluate.sets import Item
@@ -85,12 +86,12 @@ def sample(shot: Shot, item: Item, where: Where, info: EngineInfo, *, text: bool
         "late_ms": _ms(max(0.0, shot.sent_s - shot.due_s)),
         "in_flight": shot.in_flight,
         **_timings(answer),
-        **_acceptance(answer),
+        **_acceptance(answer, plain=where.setting == BASELINE),
         "finish_reason": answer.finish_reason,
         "error": None if answer.error is None else answer.error[:300],
         "status": answer.status,
         "output_sha256": _hash(answer),
-        "notes": list(answer.notes),
+        "notes": [n for n in answer.notes if where.setting != BASELINE or n != NO_COUNTERS],
     }
     line = {name: value for name, value in line.items() if value not in (None, [], {}, "")}
     for name in ("error", "ttft_ms", "tpot_ms", "completion_tokens", "accepted"):
@@ -132,8 +133,10 @@ def _timings(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _acceptance(answer: Answer) -> dict[str, Any]:
+def _acceptance(answer: Answer, *, plain: bool) -> dict[str, Any]:
     told, tokens = answer.acceptance, answer.completion_tokens
+    if told is None and plain and tokens:  # an engine that does not guess has nothing to tell
+        return {"acceptance_source": "plain", "accepted": 0, "drafted": 0, "target_steps": tokens}
     if told is None:
         return {}
     found: dict[str, Any] = {
