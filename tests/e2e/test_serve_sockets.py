@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -111,6 +112,23 @@ def test_a_body_that_stops_half_way_harms_nobody() -> None:
         assert half.recv(65536).startswith(b"HTTP/1.1 408")
         for connection in (half, other):
             connection.close()
+
+
+@pytest.mark.parametrize("size", [100_000, 700_000, 3_000_000])
+def test_large_bodies_are_taken_or_refused_in_words(size: int) -> None:
+    with running_server(fake_service(limits={"body_bytes": 500_000})) as address:
+        body = json.dumps({"prompt": "x" * size}).encode()
+        request = urllib.request.Request(
+            f"{address}/tokenize", body, {"content-type": "application/json"}
+        )
+        status = 0  # far too large: cut off before its sender is done
+        with contextlib.suppress(OSError):
+            try:
+                with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+                    status = answer.status
+            except urllib.error.HTTPError as refusal:
+                status = refusal.code
+        assert status in {100_000: {200}, 700_000: {413}, 3_000_000: {413, 0}}[size]
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,14 @@ def test_9_one_validator_for_all_endpoints() -> None:
         assert "plan.sampling(" in SOURCES[module] and "SamplingParams(" not in SOURCES[module]
 
 
-FORBIDDEN_IN_SERVE = ("request.url", ".url_for(", "base_url", 'scope["raw_path"]', "root_path")
+FORBIDDEN_IN_SERVE = (
+    "request.url",
+    "request.base_url",
+    ".url_for(",
+    'scope["raw_path"]',
+    'scope["root_path"]',
+    'scope.get("root_path"',
+)
 
 
 def test_10_11_12_nothing_is_decided_on_an_address_rebuilt_from_the_host_header() -> None:

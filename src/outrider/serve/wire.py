@@ -56,13 +56,16 @@ class Headers:
 async def read_body(receive: Receive, headers: Headers, *, limit: int, seconds: float) -> bytes:
     """The whole body.
 
+    One that is somewhat too large is read to its end and thrown away, so that its sender is there
+    to read the refusal; of one that is far too large no more is read.
+
     Raises:
         ApiError: it is larger than ``limit`` (413) or slower than ``seconds`` (408).
         ClientGone: the client left before it was complete.
     """
-    announced = headers.text(b"content-length")
-    if announced is not None and announced.isdigit() and len(announced) < 19:
-        _check_size(int(announced), limit)
+    announced = headers.text(b"content-length") or ""
+    if announced.isdigit() and (len(announced) > 18 or int(announced) > 2 * limit):
+        raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
     try:
@@ -73,9 +76,12 @@ async def read_body(receive: Receive, headers: Headers, *, limit: int, seconds: 
                     raise ClientGone
                 part = message.get("body", b"")
                 size += len(part)
-                _check_size(size, limit)
-                parts.append(part)
-                if not message.get("more_body", False):
+                if size <= limit:
+                    parts.append(part)
+                more = message.get("more_body", False)
+                if size > limit and (size > 2 * limit or not more):
+                    raise _too_large(limit)
+                if not more:
                     return b"".join(parts)
     except TimeoutError:
         raise ApiError(
@@ -83,11 +89,8 @@ async def read_body(receive: Receive, headers: Headers, *, limit: int, seconds: 
         ) from None
 
 
-def _check_size(size: int, limit: int) -> None:
-    if size > limit:
-        raise ApiError(
-            413, f"the body is larger than {limit} bytes; send less", code="body_too_large"
-        )
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes; send less", code="body_too_large")
 
 
 def encode_json(value: Any) -> bytes:
