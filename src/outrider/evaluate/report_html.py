@@ -71,7 +71,7 @@ def to_html(
         _section("Times", _times(summary.cells)),
         _section("Acceptance by position", _acceptance(summary.cells)),
         _section("Where guesses are refused", _rejections(summary.cells)),
-        _section("What a step costs", _costs(found.verdicts)),
+        _section("What a step costs", _costs(found.verdicts, summary.settings)),
         _section("One request", _timeline(summary)),
         _section("All cells", _table(summary.cells)),
         _section("The setting for other engines", _files(files or {})),
@@ -250,7 +250,7 @@ def _rejections(cells: Sequence[CellSummary]) -> str:
     return chart + note if chart else ""
 
 
-def _costs(verdicts: Sequence[Verdict]) -> str:
+def _costs(verdicts: Sequence[Verdict], settings: Mapping[str, Any]) -> str:
     parts = []
     split = {
         _name(v, verdicts): {
@@ -270,10 +270,26 @@ def _costs(verdicts: Sequence[Verdict]) -> str:
         ]
         parts.append(_rows(("setting", "tau", "expected speed-up", "measured, decoding"), rows))
     costs = [v for v in verdicts if v.cost is not None]
+    curve: dict[str, list[tuple[float, float]]] = {}
+    for v in costs:
+        setting = settings.get(v.setting) or {}
+        if setting.get("tokens") and v.cost is not None:
+            line = curve.setdefault(f"{setting['method']} {v.load}", [])
+            line.append((float(setting["tokens"]), v.cost))
+    if any(len({x for x, _ in line}) > 1 for line in curve.values()):
+        parts.append("<h3>v(n): cost of a step by guesses, in plain steps</h3>")
+        chart = charts.lines(
+            curve,
+            title="Cost of a step by guesses",
+            x_name="guesses per step",
+            y_name="plain steps",
+            reference=1.0,
+        )
+        parts.append(chart)
     bars = [Dot(_name(v, verdicts), v.cost, group=2) for v in costs[:MOST_ROWS] if v.cost]
     if bars:
         title = "Cost of a step with guesses, in plain steps; also the tau where it breaks even"
-        parts.append(f"<h3>v(n): {title}</h3>" + charts.dots(bars, title=title, reference=1.0))
+        parts.append(f"<h3>{title}</h3>" + charts.dots(bars, title=title, reference=1.0))
     return "".join(parts)
 
 
@@ -283,8 +299,7 @@ def _timeline(summary: RunSummary) -> str:
     if not told:
         return ""
     best = max(told, key=lambda s: (bool(s.get("per_step_accepted")), s.get("accepted") or 0))
-    steps, arrivals = best.get("per_step_accepted"), best["arrivals_ms"]
-    fits = steps if steps is not None and len(steps) == len(arrivals) else None
+    fits, arrivals = _accepted_by_chunk(best), best["arrivals_ms"]
     words = f"{best['id']} with {best['setting']} at {best['load']}"
     chart = charts.timeline(arrivals, fits, title=words)
     legend = (
@@ -293,6 +308,17 @@ def _timeline(summary: RunSummary) -> str:
         else "when chunks came; the engine does not tell which tokens were guesses"
     )
     return f"<p><small>{escape(words)}: {legend}.</small></p>{chart}"
+
+
+def _accepted_by_chunk(line: Mapping[str, Any]) -> Sequence[int] | None:
+    """Accepted guesses of each chunk, where a chunk is a step and every token has its place."""
+    steps, chunks = line.get("per_step_accepted"), len(line["arrivals_ms"])
+    if steps is None:
+        return None
+    if len(steps) == chunks - 1:  # an engine whose steps do not count the one that ends prefill
+        steps = [0, *steps]
+    whole = len(steps) == chunks and sum(steps) + chunks == line.get("completion_tokens")
+    return steps if whole else None
 
 
 def _table(cells: Sequence[CellSummary]) -> str:
