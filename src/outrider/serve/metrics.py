@@ -150,7 +150,7 @@ class Metrics:
         self.running = gauge("outrider_requests_running", "Sequences in the batch.")
         self.waiting = gauge("outrider_requests_waiting", "Sequences in the queue.")
         self.cache_use = gauge("outrider_kv_cache_usage_ratio", "Cache rows held, of all.")
-        self.in_flight = gauge("outrider_http_in_flight", "HTTP requests under way.")
+        self.http_in_flight = gauge("outrider_http_in_flight", "HTTP requests under way.")
         self.step_time = Histogram(
             "outrider_step_seconds", "A step of the engine.", buckets=SHORT, registry=self.registry
         )

@@ -42,6 +42,7 @@ class Reading:
         acceptance: what the engine tells of its guesses.
         texts: text by choice, thoughts included, at most `MOST_TEXT` characters each.
         calls: (name, arguments) by choice and place.
+        tops: by choice, each token and the likeliest ones at its place, where asked for.
     """
 
     first: float | None = None
@@ -55,6 +56,7 @@ class Reading:
     acceptance: Acceptance | None = None
     texts: dict[int, list[str]] = field(default_factory=dict)
     calls: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    tops: dict[int, list[tuple[str, list[tuple[str, float]]]]] = field(default_factory=dict)
 
     def text(self, choice: int = 0) -> str:
         return "".join(self.texts.get(choice, ()))
@@ -188,6 +190,8 @@ class Reader:
                 content = True
                 for at, call in enumerate(calls):
                     self._call(place, at, call)
+        if isinstance(choice.get("logprobs"), Mapping):
+            self.seen.tops.setdefault(place, []).extend(_tops(choice["logprobs"]))
         finish = choice.get("finish_reason")
         if isinstance(finish, str) and finish and (self.seen.finish is None or place == 0):
             self.seen.finish = finish
@@ -218,6 +222,20 @@ class Reader:
             self.seen.completion_tokens = count(usage.get("completion_tokens"))
         if final or first_choice(event).get("finish_reason"):
             self.seen.acceptance = self._read(event) or self.seen.acceptance
+
+
+def _tops(told: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Tokens with the likeliest ones at their places, from chat's form or that of completions."""
+    found = []
+    content = told.get("content")
+    for entry in content if isinstance(content, list) else ():
+        tops = [(str(t["token"]), float(t["logprob"])) for t in entry.get("top_logprobs") or ()]
+        found.append((str(entry.get("token")), tops))
+    tokens, likeliest = told.get("tokens"), told.get("top_logprobs")
+    if isinstance(tokens, list) and isinstance(likeliest, list):
+        for token, top in zip(tokens, likeliest, strict=False):
+            found.append((str(token), list((top or {}).items())))
+    return found
 
 
 def _object(data: bytes) -> Mapping[str, Any]:
