@@ -271,11 +271,11 @@ class Check(Part):
 
 def _checks() -> dict[str, Check]:
     return {
-        "tpot": Check(critical=True, must_have_data=True, budget=10, tolerance=0.05, least=0.03),
+        "tpot": Check(critical=True, must_have_data=True, budget=12, tolerance=0.05, least=0.03),
         "ttft": Check(critical=True, must_have_data=True, budget=4, tolerance=0.15, least=0.05),
         "error": Check(critical=True, budget=1, tolerance=0.02),
-        "timeout": Check(critical=True, budget=1, tolerance=0.02),
-        "out_of_memory": Check(critical=True, budget=1, tolerance=0.02),
+        "timeout": Check(critical=True, budget=0.5, tolerance=0.02),
+        "out_of_memory": Check(critical=True, budget=0.5, tolerance=0.02),
         "invalid": Check(critical=True, budget=1, tolerance=0.02),
         "repetition": Check(critical=True, budget=1, tolerance=0.02),
         "cancelled": Check(tolerance=0.05),
