@@ -256,6 +256,8 @@ class OpenAIBackend:
                 reading.finish = "cancelled"
             else:
                 reading.error = reason(fault)
+        except aiohttp.ClientPayloadError as fault:
+            reading.error = f"the answer broke off: {reason(fault)}"
         except (aiohttp.ClientError, StreamFault, OSError) as fault:
             reading.error = reason(fault)
         except (KeyError, TypeError, ValueError, AttributeError) as fault:
@@ -291,6 +293,8 @@ class OpenAIBackend:
             before = await self.counters()
         answer = await self.answer(ask)
         if answer.acceptance is not None or answer.error is not None or before is None:
+            return answer
+        if answer.finish_reason == "cancelled":
             return answer
         after, why = await self._settled(before)
         if after is None:

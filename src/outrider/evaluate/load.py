@@ -213,7 +213,10 @@ class _Generator:
     async def warm_up(self, jobs: Sequence[Job]) -> None:
         for number in range(self._load.warm_up):
             ask = replace(jobs[number % len(jobs)].ask, cancel_after_s=None)
-            answer = await self._backend.answer(ask)
+            try:
+                answer = await self._backend.answer(ask)
+            except UnsupportedOption:
+                continue  # the measured request will say so
             if answer.error is not None:
                 self.outcome.notes.append(f"a warm-up request failed: {answer.error}")
 

@@ -495,15 +495,22 @@ def _row(v: Verdict) -> str:
 
 
 def _family_lines(found: Recommendation) -> list[str]:
-    """Winners and losers of each chosen setting."""
+    """Winners and losers of each chosen setting; where none was, of the fastest."""
     lines = []
     for choice in found.choices:
-        for v in found.verdicts:
-            same = (v.setting, v.temperature, v.load) == (
-                choice.setting, choice.temperature, choice.load
-            )  # fmt: skip
-            if same and len(v.families) > 1:
-                ranked = sorted(v.families.items(), key=lambda pair: -pair[1].value)
-                told = ", ".join(f"{name} {e.value:.2f}x" for name, e in ranked)
-                lines.append(f"{v.setting} at {v.load} by family: {told}")
+        here = [
+            v
+            for v in found.verdicts
+            if (v.temperature, v.load) == (choice.temperature, choice.load) and v.whole
+        ]
+        chosen = [v for v in here if v.setting == choice.setting]
+        best = max(chosen or here, key=lambda v: v.whole.value if v.whole else 0.0, default=None)
+        if best is None or len(best.families) < 2:
+            continue
+        ranked = sorted(best.families.items(), key=lambda pair: -pair[1].value)
+        told = ", ".join(f"{name} {e.value:.2f}x" for name, e in ranked)
+        lines.append(f"{best.setting} at {best.load} by family: {told}")
+        sure = [name for name, e in ranked if e.interval is not None and e.interval.low > 1]
+        if choice.setting == BASELINE and sure:
+            lines.append(f"  {', '.join(sure)} would gain with a profile of their own")
     return lines

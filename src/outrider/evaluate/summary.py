@@ -204,8 +204,7 @@ def _percentiles(lines: Sequence[Sample], name: str) -> dict[str, Estimate | Non
 
 def quantile(values: Sequence[tuple[str, float]], q: float, *, seed: int = 0) -> Estimate | None:
     """A quantile of (prompt, value) with its interval by prompt; `None` with too few values."""
-    value = percentile([v for _, v in values], q)
-    if value is None:
+    if percentile([v for _, v in values], q) is None:
         return None
     ranked = sorted(values, key=lambda pair: pair[1])
     prompts = list(dict.fromkeys(prompt for prompt, _ in values))
@@ -215,12 +214,15 @@ def quantile(values: Sequence[tuple[str, float]], q: float, *, seed: int = 0) ->
 
     def statistic(weights_BC: Array) -> Array:
         heap_BN = np.cumsum(weights_BC[:, owner_N], axis=1)
-        picked_B = (heap_BN < q * heap_BN[:, -1:] - 1e-9).sum(axis=1)
-        found_B: Array = sorted_N[np.minimum(picked_B, len(sorted_N) - 1)]
+        place_B1 = q * (heap_BN[:, -1:] - 1)  # as `PERCENTILE_METHOD` has it, from 0
+        below_B1 = np.floor(place_B1 + 1e-9)
+        last = len(sorted_N) - 1
+        low_B = sorted_N[np.minimum((heap_BN <= below_B1).sum(axis=1), last)]
+        high_B = sorted_N[np.minimum((heap_BN <= below_B1 + 1).sum(axis=1), last)]
+        found_B: Array = low_B + (place_B1 - below_B1)[:, 0] * (high_B - low_B)
         return found_B
 
-    found = bootstrap(statistic, len(prompts), seed=seed, samples=RESAMPLES, level=0.95)
-    return Estimate(value, found.interval)
+    return bootstrap(statistic, len(prompts), seed=seed, samples=RESAMPLES, level=0.95)
 
 
 # -- two runs -----------------------------------------------------------------------------------
