@@ -16,9 +16,13 @@ def page() -> bytes:
 
 @cache
 def policy() -> str:
+    """A content security policy for it."""
+    return policy_for(page().decode())
+
+
+def policy_for(text: str) -> str:
     """A content security policy that allows this page's script and style, and calls to its own
     server."""
-    text = page().decode()
     return (
         f"default-src 'none'; connect-src 'self'; script-src {_digest(text, 'script')}; "
         f"style-src {_digest(text, 'style')}; base-uri 'none'; form-action 'none'; "

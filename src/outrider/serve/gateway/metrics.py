@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from outrider import __version__
@@ -11,6 +13,14 @@ SHORT = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5
 OWN = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 PHASES = ("off", "shadow", "canary", "hold", "promoted", "rolled_back")
 BREAKER = {"closed": 0, "half-open": 1, "open": 2}
+
+
+@dataclass(frozen=True)
+class EdgeCounts:
+    """Figures of one port."""
+
+    http_in_flight: Gauge
+    refused: Counter
 
 
 class GatewayMetrics:
@@ -23,6 +33,10 @@ class GatewayMetrics:
         self._requests()
         self._rollout()
         self._gauge("outrider_build_info", "Version.", "version").labels(__version__).set(1)
+
+    def edge(self, port: str) -> EdgeCounts:
+        """Of one of the gateway's ports."""
+        return EdgeCounts(self.http_in_flight.labels(port), self.refused)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -43,6 +57,9 @@ class GatewayMetrics:
         )
         self.refused = self._counter(
             "outrider_gateway_refused", "Errors of the gateway's own, by status.", "status"
+        )
+        self.http_in_flight = self._gauge(
+            "outrider_http_in_flight", "HTTP requests under way, by port.", "port"
         )
         self.faults = self._counter(
             "outrider_gateway_upstream_faults", "Tries that failed, by kind.", "profile", "kind"
