@@ -173,7 +173,8 @@ def key_of(
 def features_of(body: Mapping[str, Any]) -> frozenset[str]:
     """Those of `FEATURES` that a request of the OpenAI interface uses."""
     found = {name for name in ("min_p", "logit_bias", "bad_words", "min_tokens") if body.get(name)}
-    if body.get("logprobs") not in (None, False):  # 0 asks for the chosen token's own
+    logprobs = body.get("logprobs")
+    if logprobs is not None and logprobs is not False:  # 0 asks for the chosen token's own
         found.add("logprobs")
     found |= {"prompt_logprobs"} if body.get("prompt_logprobs") is not None else set()
     found |= {name for name in ("n", "best_of") if _number(body.get(name)) > 1}
