@@ -1,0 +1,160 @@
+"""Certifies vLLM on CPU: the test must pass what is right there and fail what is wrong.
+
+    python benchmarks/interop/vllm_certify.py                   # some minutes on two cores
+    python benchmarks/interop/vllm_certify.py --requests 2000   # with the power of a certificate
+
+Three runs of vLLM's own server: without speculation (all must pass); with a draft model, greedy
+(must pass); and the same sampled (must fail: up to 0.33 its CPU build samples from uninitialised
+temperatures when it speculates, vLLM issue 55005). The draft model is the target itself, so that
+guesses are accepted. vLLM's CPU build is installed into .peers/ if it is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "peers"))
+
+from install import FOLDER, install  # noqa: E402
+
+from outrider.models.load import find_source  # noqa: E402
+
+START_S, END_S = 900.0, 30.0
+GUESSES = 3
+NAME = "target"
+EXPECTED = (
+    # speculation, parts of the certificate, verdict of each
+    (False, {"greedy": "pass", "distribution": "pass", "features": None}),
+    (True, {"greedy": "pass", "distribution": "fail", "features": None}),
+)
+
+
+def arguments(model: Path, port: int, *, speculate: bool) -> list[str]:
+    """The server's command line behind the interpreter."""
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    words += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"]
+    words += ["--max-num-seqs", "32"]
+    if speculate:
+        config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": GUESSES}
+        words += ["--speculative-config", json.dumps(config)]
+        words += ["--per-request-spec-decode-metrics", "detailed"]
+    return words
+
+
+@contextlib.contextmanager
+def server(python: Path, model: Path, log: Path, *, speculate: bool) -> Iterator[str]:
+    """A running server's address; it and its children end with the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [str(python), *arguments(model, port, speculate=speculate)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **own},
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait(url, process, log)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until it is healthy.
+
+    Raises:
+        SystemExit: it ended, or took too long; the log says why.
+    """
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise SystemExit(f"vLLM's server ended: {' '.join(last)[:200]}; see {log}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return
+        time.sleep(2)
+    raise SystemExit(f"vLLM's server was not ready within {START_S:.0f} s; see {log}")
+
+
+def certify(url: str, parts: list[str], requests: int, out: Path) -> dict[str, Any]:
+    """The certificate of a server; raises where none was written."""
+    command = [sys.executable, "-c", "from outrider.cli.main import main; main()", "certify"]
+    command += ["--url", url, "--engine", "vllm", "--requests", str(requests)]
+    command += ["--parts", ",".join(parts), "--json", str(out), "--page", str(out) + ".html"]
+    subprocess.run(command, check=False)
+    if not out.exists():
+        raise SystemExit(f"no certificate of {url}")
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def unexpected(found: dict[str, Any], wanted: dict[str, str | None]) -> list[str]:
+    """Parts whose verdict is another than it must be; `None` takes any."""
+    verdicts = {section["name"]: section["verdict"] for section in found["sections"]}
+    return [
+        f"{name}: {verdicts.get(name)}, not {verdict}"
+        for name, verdict in wanted.items()
+        if verdict is not None and verdicts.get(name) != verdict
+    ]
+
+
+def main() -> int:
+    """Run all; 0 where every verdict is the expected one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm-certify")
+    parser.add_argument("--only", choices=["plain", "speculative"])
+    options = parser.parse_args()
+    if not (FOLDER / "vllm" / "venv").is_dir():
+        install("vllm", FOLDER / "vllm", os.cpu_count() or 1)
+    python = FOLDER / "vllm" / "venv" / "bin" / "python"
+    model = find_source(options.model).folder
+    options.out.mkdir(parents=True, exist_ok=True)
+    faults = []
+    for speculate, wanted in EXPECTED:
+        kind = "speculative" if speculate else "plain"
+        if options.only not in (None, kind):
+            continue
+        log = options.out / f"{kind}.log"
+        with server(python, model, log, speculate=speculate) as url:
+            out = options.out / f"{kind}.json"
+            out.unlink(missing_ok=True)
+            found = certify(url, list(wanted), options.requests, out)
+        faults += [f"{kind}: {fault}" for fault in unexpected(found, wanted)]
+    print("\n".join(faults) or "every verdict is as it must be")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
