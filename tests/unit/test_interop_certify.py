@@ -1,4 +1,4 @@
-"""The check of vLLM by certificate: its command lines, its verdict, and a server that never comes."""
+"""The check of vLLM by certificate: its command lines, its verdict, a server that never comes."""
 
 from __future__ import annotations
 
