@@ -29,6 +29,7 @@ from outrider.cli.generate import INTERRUPTED, generate
 from outrider.cli.models import models
 from outrider.cli.replay import replay
 from outrider.cli.report import report
+from outrider.cli.rollout import rollout
 from outrider.cli.serve import serve
 from outrider.cli.session import Session
 from outrider.cli.sweep import sweep
@@ -42,6 +43,7 @@ VERBS = (
     generate,
     chat,
     serve,
+    rollout,
     bench,
     train,
     replay,

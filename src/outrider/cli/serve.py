@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outrider.serve.config import ServerConfig
 
 What = Annotated[
-    str | None, typer.Argument(help="A model, or a YAML file that describes the whole server.")
+    str | None, typer.Argument(help="A model, or a YAML file that describes a server or a rollout.")
 ]
 Drafter = Annotated[
     str | None,
@@ -76,6 +76,11 @@ def serve(
         "log_json": log_json or None,
     }
     engine = {"slots": slots, "context": context_length}
+    if _describes_rollout(what):
+        _run_rollout(
+            session, Path(what), drafter=drafter, given=given, engine=engine, threads=threads
+        )
+        return
     config = configuration(what, drafter=drafter, given=given, engine=engine)
     for profile in config.profiles.values():
         check_drafter(profile.drafter)
@@ -109,6 +114,75 @@ def configuration(
     if keys:
         values["keys"] = [*values.get("keys", ()), *keys]
     return make_config(values, source=what if from_file else "options")
+
+
+def _describes_rollout(what: str) -> bool:
+    """Is it a file with profiles that are rolled out, and not of a single server?"""
+    path = Path(what)
+    if path.suffix not in (".yaml", ".yml"):
+        return False
+    import yaml
+
+    from outrider.rollout.config import is_rollout
+
+    try:
+        return is_rollout(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False  # `configuration` says what is wrong with it
+
+
+PORTS = ("host", "port", "admin_port")
+OF_ENGINE = ("weights", "device", "exact")
+
+
+def _run_rollout(
+    session: Session,
+    path: Path,
+    *,
+    drafter: str | None,
+    given: dict[str, Any],
+    engine: dict[str, Any],
+    threads: int | None,
+) -> None:
+    """The gateway, with the embedded engine behind it where a profile wants that."""
+    import asyncio
+
+    from outrider.rollout.config import load_rollout
+    from outrider.serve.gateway.engines import embedded_config
+    from outrider.serve.gateway.run import serve_rollout
+    from outrider.serve.logs import set_up_logs
+    from outrider.serve.service import Service
+
+    if drafter is not None or given["ui"]:
+        raise InvalidParameter("--drafter and --ui are for a server; a rollout's file says it all")
+    config = load_rollout(path)
+    said = {name: given[name] for name in PORTS if given[name] is not None}
+    config = config.model_copy(update=said)
+    options: dict[str, Any] = {n: given[n] for n in OF_ENGINE if given[n] is not None}
+    options["engine"] = {name: value for name, value in engine.items() if value is not None}
+    embedded, server = None, embedded_config(config, options)
+    set_up_logs(level=given["log_level"] or "info", as_json=bool(given["log_json"]))
+    if server is not None:
+        for profile in server.profiles.values():
+            check_drafter(profile.drafter)
+        loaded = session.model(
+            server.target,
+            weights=server.weights,
+            device=server.device,
+            exact=server.exact,
+            threads=threads,
+        )
+        embedded = Service(server, loaded)
+    session.err.print(
+        f"profiles: {', '.join(config.profiles)}; page at "
+        f"http://{config.admin_host}:{config.admin_port}/ui/rollout",
+        markup=False,
+    )
+
+    def listening(address: str) -> None:
+        session.err.print(f"listening on {address}", markup=False)
+
+    asyncio.run(serve_rollout(config, source=path, embedded=embedded, listening=listening))
 
 
 def _print_hash(session: Session) -> None:

@@ -70,10 +70,13 @@ class _Clock:
 
     timeout: asyncio.Timeout
     total: float
+    running: Running
     phase: str = "first byte"
 
     def wait(self, seconds: float | None) -> None:
         """Of the next wait; `None` leaves the limit in all."""
+        if self.running.was_cut:
+            return
         loop = asyncio.get_running_loop()
         self.timeout.reschedule(
             self.total if seconds is None else min(self.total, loop.time() + seconds)
@@ -153,7 +156,6 @@ class Attempt:
             reply = await self.lane.upstream.send(
                 self.request.path, self.lane.body(self.request), headers
             )
-            self._running.reply = reply
             try:
                 await self._receive(reply, clock)
             finally:
@@ -165,7 +167,8 @@ class Attempt:
         clock = None
         try:
             async with asyncio.timeout(total_s) as timeout:
-                clock = _Clock(timeout, loop.time() + total_s)
+                clock = _Clock(timeout, loop.time() + total_s, self._running)
+                self._running.timeout = timeout
                 yield clock
         except TimeoutError:
             phase = "total" if clock is None or loop.time() >= clock.total else clock.phase
@@ -177,9 +180,8 @@ class Attempt:
         elif not self.request.stream:
             body = await _all(reply)
             self.reader.whole(body, time.perf_counter())
-            if not self._running.was_cut:
-                clock.wait(None)
-                await self.relay.whole(200, reply.headers, body)
+            clock.wait(None)
+            await self.relay.whole(200, reply.headers, body)
         elif not reply.headers.get("content-type", "").startswith("text/event-stream"):
             raise Malformed(f"the answer is {reply.headers.get('content-type')}, no event stream")
         else:

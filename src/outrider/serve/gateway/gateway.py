@@ -76,7 +76,6 @@ class Gateway:
         self.ledger = Ledger(config.state)
         self._source, self._rebuild = source, rebuild
         self._read = 0.0 if source is None else modified(source)
-        self._known: dict[str, Report] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
@@ -87,6 +86,7 @@ class Gateway:
             wall=wall,
             monotonic=monotonic,
             changed=self._changed,
+            judged=self._judged,
         )
         self.flow = Flow(lambda: self.stage, self.controller, self.metrics, wall=wall)
 
@@ -123,12 +123,6 @@ class Gateway:
     def tick(self) -> None:
         """What is due now: kill file, gates, verdicts."""
         self.controller.tick()
-        for name, report in self.controller.reports.items():
-            if self._known.get(name) is not report:
-                self._known[name] = report
-                told = {"type": "verdict", **report.to_dict()}
-                self.verdicts.append(told)
-                self._tell(told)
         self._figures()
 
     def happened(self, profile: str, what: str, line: str) -> None:
@@ -202,9 +196,8 @@ class Gateway:
                 continue
             with contextlib.suppress(NotPrometheus):
                 counters = read_counters(parse(page.decode(errors="replace")), dialect.counters)
-                if counters.cache_use is not None and counters.cache_use > bound:
-                    detail = f"cache use {counters.cache_use:.0%} is above {bound:.0%}"
-                    self.controller.wire(name, "kv_share", detail=detail)
+                if counters.cache_use is not None:
+                    self.controller.reading(name, "kv_share", counters.cache_use)
 
     def _changed(self, change: Change) -> None:
         """The controller has changed something."""
@@ -215,8 +208,13 @@ class Gateway:
         )
         self.metrics.changes.labels(change.profile or "all", change.action).inc()
         if change.hard and change.profile in self.stage.lanes:
-            self._spawn(self.stage.lanes[change.profile].cut())
+            self.stage.lanes[change.profile].cut()
         self._tell({"type": "change", **change.to_dict()})
+
+    def _judged(self, report: Report) -> None:
+        told = {"type": "verdict", **report.to_dict()}
+        self.verdicts.append(told)
+        self._tell(told)
 
     def _figures(self) -> None:
         controller, metrics, now = self.controller, self.metrics, monotonic()

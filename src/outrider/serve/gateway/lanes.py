@@ -5,6 +5,7 @@ It knows how a request must look for its engine; it decides nothing about who ge
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from outrider.backends.dialect import Json
 from outrider.rollout.config import Profile
 from outrider.serve.gateway.guards import Breaker, Gate
 from outrider.serve.gateway.reading import ReadAcceptance
-from outrider.serve.gateway.upstream import Reply, Upstream, UpstreamFault
+from outrider.serve.gateway.upstream import Upstream, UpstreamFault
 from outrider.serve.wire import encode_json
 
 PROBE_S = 60.0
@@ -66,15 +67,15 @@ class Request:
 
 @dataclass(eq=False)
 class Running:
-    """One try under way. `cut` ends it from outside."""
+    """One try under way. `cut` ends it from outside, in whatever phase it is."""
 
-    reply: Reply | None = None
+    timeout: asyncio.Timeout | None = None
     was_cut: bool = False
 
-    async def cut(self) -> None:
+    def cut(self) -> None:
         self.was_cut = True
-        if self.reply is not None:
-            await self.reply.close()
+        if self.timeout is not None:
+            self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(eq=False)
@@ -144,10 +145,10 @@ class Lane:
             change["seed"] = request.seed
         return encode_json({**request.body, **change}) if change else request.raw
 
-    async def cut(self) -> None:
+    def cut(self) -> None:
         """End everything under way."""
         for running in tuple(self.running):
-            await running.cut()
+            running.cut()
 
     async def close(self) -> None:
         """Let go of the engine, and end it where it was started here."""
