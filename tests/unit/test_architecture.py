@@ -44,6 +44,7 @@ SAMPLING_ALLOWED = {
     "train/losses.py": {"log_softmax", "argmax"},  # losses and curves; nothing is sampled there
     "train/heads.py": {"softmax"},  # attention's, over keys
     "evaluate/statistics.py": {"multinomial"},  # counts of a bootstrap over clusters
+    "evaluate/certify_law.py": {"multinomial"},  # simulated counts of groups, for the power
 }
 SOFTMAX_OVER_KEYS = "models/"  # attention's softmax runs over keys, not over a vocabulary
 
