@@ -31,6 +31,8 @@ COST_STEP = 1.01
 HOST_STEP = 0.05
 GAIN_STEP = 0.06
 WIDTH_STEP = 0.03
+STEADY = 3.0  # proposals after which the cost of a drafter is known well enough to see outliers
+OUTLIER = 3.0
 
 
 @dataclass
@@ -175,7 +177,9 @@ class DraftCost:
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def learn(self, depth: int, milliseconds: float) -> None:
-        """Take in one proposal."""
+        """Take in one proposal; one that took far longer than usual counts as a slow one."""
+        if self._sums[0] >= STEADY:
+            milliseconds = min(milliseconds, OUTLIER * self.at(depth) + 0.2)
         seen = (1.0, depth, milliseconds, depth * depth, depth * milliseconds)
         self._sums = [COST_MEMORY * s + x for s, x in zip(self._sums, seen, strict=True)]
         n, x, y, xx, xy = self._sums

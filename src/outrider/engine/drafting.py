@@ -84,6 +84,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._purpose = draft_purpose
         self._faults: dict[int, str] = {}
+        self._asked: set[int] = set()
 
     def guess(self, sequences: SequenceOf[Sequence], *, other_rows: int) -> list[Guess]:
         """One guess per sequence, cut to what pays."""
@@ -126,6 +127,7 @@ class Drafting:
         """A sequence is gone."""
         self._budget.forget([sequence.id])
         self._faults.pop(sequence.id, None)
+        self._asked.discard(sequence.id)
         try:
             self._drafters[sequence.drafter].forget([sequence.id])
         except Exception as fault:
@@ -148,7 +150,10 @@ class Drafting:
             self._disable(name, [view.id for view in views], fault)
             return {}
         depth = max((max(tree.depths) for tree in trees), default=0)
-        self._budget.spent(name, (time.perf_counter() - begin) * 1000, depth)
+        new = {view.id for view in views} - self._asked
+        self._asked |= new
+        if not new:  # the first guess for a sequence reads its whole prompt, which no other does
+            self._budget.spent(name, (time.perf_counter() - begin) * 1000, depth)
         return {view.id: tree for view, tree in zip(views, trees, strict=True)}
 
     def _obey_grammars(
