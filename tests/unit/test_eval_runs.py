@@ -302,3 +302,26 @@ def test_an_engine_that_ends_at_once_tells_why(tmp_path):
     assert command_words("a {port} {speculative} b", port=7, extra=["x", "y z"]) == [
         *("a", "7", "x", "y z", "b"),
     ]
+
+
+def test_settings_take_turns_every_few_prompts_where_all_can_be_open(tmp_path):
+    settings, opened = (PLAIN, Setting("ngram", 2)), []
+
+    @contextlib.asynccontextmanager
+    async def opener(setting):
+        opened.append(setting.name)
+        backend = await connect(url)
+        yield backend
+        await backend.close()
+
+    plan = plan_of(settings=settings, repeats=2)
+    with mock_engine(MockSettings(tokens=2, **QUICK)) as url:
+        with RunWriter.create(tmp_path / "run", run_manifest(seed=0)) as writer:
+            work = run_sweep(plan, opener, writer, progress=lambda line: None, slice_size=3)
+            asyncio.run(work)
+    run = Run.load(tmp_path / "run")
+    assert opened == ["baseline", "ngram-k2"] and len(run.samples) == 32
+    turns = [c["setting"] for c in run.cells]
+    assert turns[:6] == ["baseline", "ngram-k2", "ngram-k2", "baseline", "baseline", "ngram-k2"]
+    order = [[s["id"] for s in run.samples if s["setting"] == name] for name in opened]
+    assert sorted(order[0]) == sorted(order[1]) and len(run.cells) == 12

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outrider.evaluate.sweep import SweepPlan
 
 KEY_VARIABLE = "OUTRIDER_API_KEY"
+SLICE = 4  # prompts per request in flight: the tail of a slice, when few are left, stays short
 DEFAULT_SETS = "builtin:regression,builtin:high-entropy,builtin:business"
 
 What = Annotated[
@@ -268,8 +269,12 @@ def measure(
     out: Path,
     resume: bool,
     limits: Limits,
+    together: bool = False,
 ) -> bool:
     """Run the plan into a folder and write its report; False if it was interrupted.
+
+    Args:
+        together: all engines can be open at once, so that settings take turns every few prompts.
 
     Raises:
         InvalidParameter: there is a run of another plan.
@@ -294,7 +299,9 @@ def measure(
     whole = False
     with writer:
         try:
-            asyncio.run(_sweep(run_sweep(plan, opener, writer, progress=progress)))
+            size = SLICE * max(load.concurrency for load in plan.loads) if together else None
+            work = run_sweep(plan, opener, writer, progress=progress, slice_size=size)
+            asyncio.run(_sweep(work))
             writer.finish()
             whole = True
         except KeyboardInterrupt:

@@ -105,7 +105,9 @@ def sweep(
     if dry_run:
         session.out.print(plan.to_text(), markup=False)
         return
-    whole = shared.measure(session, plan, opener, out=out, resume=resume, limits=Limits())
+    whole = shared.measure(
+        session, plan, opener, out=out, resume=resume, limits=Limits(), together=launch is None
+    )
     if not whole:
         raise typer.Exit(INTERRUPTED)
 

@@ -26,6 +26,7 @@ CellKey = tuple[float, str]
 
 LEVEL = 0.95
 ALIKE = 0.03
+TOO_CHEAP = 0.9
 RESAMPLES = 4000
 
 
@@ -228,6 +229,13 @@ def recommend(
     best = next((c for c in choices if c.setting != BASELINE), None)
     setting = None if best is None else settings.get(best.setting)
     schedule = () if best is None else _schedule(verdicts, settings, best)
+    odd = [v for v in verdicts if v.cost is not None and v.cost < TOO_CHEAP]
+    if odd:
+        names = ", ".join(dict.fromkeys(f"{v.setting} at {v.load}" for v in odd))
+        notes.append(
+            f"{names}: a step with guesses cannot be cheaper than a plain one; the machine's load "
+            "changed between them: measure more rounds, or on a quiet machine"
+        )
     unequal = sum(v.same_outputs[1] - v.same_outputs[0] for v in verdicts)
     if unequal:
         notes.append(

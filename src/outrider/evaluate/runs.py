@@ -267,7 +267,8 @@ class Run:
         folder: where it lies.
         manifest: how it was made; `finished` is `None` for a run that was cut off.
         samples: one per request; of a sample that was tried again, the last one.
-        cells: what was found around each cell: wall time, counters, why it was cut short.
+        cells: what was found around each turn of a cell: wall time, counters, why it was cut short;
+            a turn that was cut off has none.
         bad_lines, torn: what could not be read.
     """
 
@@ -290,17 +291,17 @@ class Run:
             folder = folder.parent
         found = read_jsonl(folder / SAMPLES)
         latest: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-        cells: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+        cells: list[Mapping[str, Any]] = []
         for line in found.records:
             if line.get("kind") == "sample":
                 latest[_key(line)] = line
             elif line.get("kind") == "cell":
-                cells[line["setting"], line["temperature"], line["load"], line["round"]] = line
+                cells.append(line)
         return cls(
             folder=folder,
             manifest=found.manifest,
             samples=tuple(latest.values()),
-            cells=tuple(cells.values()),
+            cells=tuple(cells),
             bad_lines=found.bad_lines,
             torn=found.torn,
         )

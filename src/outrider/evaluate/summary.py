@@ -150,6 +150,7 @@ def _cell(
     tau, rate = acceptance(fine)
     good = sum(_good(s, limits) for s in fine)
     asked = len(lines) - len(ended)
+    timed = sum(cell.get("requests") or 0 for cell in around)
     cache = [c["peak_cache_use"] for c in around if c.get("peak_cache_use") is not None]
     return CellSummary(
         setting=str(first["setting"]),
@@ -162,10 +163,12 @@ def _cell(
         output_tokens=tokens,
         wall_s=wall,
         times={name: _percentiles(fine, name) for name in TIMES},
-        tokens_per_s=tokens / wall if wall else None,
+        tokens_per_s=sum(cell.get("output_tokens") or 0 for cell in around) / wall
+        if wall
+        else None,
         user_tokens_per_s=1000 / float(np.median(tpot)) if tpot else None,
         goodput_share=good / asked if asked else None,
-        goodput_per_s=good / wall if wall else None,
+        goodput_per_s=good / wall if wall and timed == len(lines) else None,
         tau=tau,
         acceptance_rate=rate,
         accepted=_summed(fine, "accepted_by_position"),

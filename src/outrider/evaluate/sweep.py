@@ -1,8 +1,8 @@
 """Runs cells: every setting at every temperature and load, on the same prompts in the same order.
 
-An evaluation is a sweep with one setting. The order of the settings rotates from round to round, so
-that a change of the machine's load hits all alike, and the baseline leads the first round so that
-the others can be judged while they run. What is hopeless is cut short, and says why.
+An evaluation is a sweep with one setting. The order of the settings rotates from turn to turn, so
+that a change of the machine's load hits all alike; the baseline leads the first turn, so that the
+others can be judged while they run. What is hopeless is cut short, and says why.
 
 It opens engines through what it is given and knows none of them.
 """
@@ -10,9 +10,9 @@ It opens engines through what it is given and knows none of them.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from outrider.backends.base import Acceptance, Ask, Backend, EngineInfo, between
@@ -123,6 +123,7 @@ class _State:
 
     samples: dict[tuple[str, float, str], list[Mapping[str, Any]]] = field(default_factory=dict)
     hopeless: dict[tuple[str, float], str] = field(default_factory=dict)
+    warm: set[tuple[str, float, str]] = field(default_factory=set)
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]]) -> _State:
@@ -141,79 +142,133 @@ class _State:
 
 
 async def run_sweep(
-    plan: SweepPlan, open_engine: Opener, writer: RunWriter, *, progress: Progress
+    plan: SweepPlan,
+    open_engine: Opener,
+    writer: RunWriter,
+    *,
+    progress: Progress,
+    slice_size: int | None = None,
 ) -> None:
     """Run what is not there yet, and write every sample as it comes.
+
+    Args:
+        slice_size: so many prompts are asked of a setting before the next has its turn, all engines
+            staying open; `None` asks a whole round of each and opens one engine at a time. Short
+            slices keep a change of the machine's load out of the comparison.
 
     Raises:
         EngineUnfit: an engine cannot be opened.
         RecordFileError: the disk is full.
     """
     state = _State.of(writer.earlier)
-    for number in range(plan.repeats):
-        turn = number % len(plan.settings)
-        for setting in plan.settings[turn:] + plan.settings[:turn]:
-            await _setting(plan, setting, number, open_engine, writer, state, progress)
+    async with AsyncExitStack() as stack:
+        engines = _Engines(open_engine, stack if slice_size is not None else None)
+        for number in range(plan.repeats):
+            for part, items in enumerate(_slices(plan, number, slice_size)):
+                turn = (number + part) % len(plan.settings)
+                for setting in plan.settings[turn:] + plan.settings[:turn]:
+                    place = _Place(setting, number, part, items)
+                    await _setting(plan, place, engines, writer, state, progress)
+
+
+@dataclass
+class _Engines:
+    """Opens engines; with a stack, each once and until the stack is left."""
+
+    open_engine: Opener
+    stack: AsyncExitStack | None
+    opened: dict[str, Backend] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def use(self, setting: Setting) -> AsyncIterator[Backend]:
+        if self.stack is None:
+            async with self.open_engine(setting) as backend:
+                yield backend
+            return
+        if setting.name not in self.opened:
+            opened = await self.stack.enter_async_context(self.open_engine(setting))
+            self.opened[setting.name] = opened
+        yield self.opened[setting.name]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Whose turn it is, with which prompts."""
+
+    setting: Setting
+    round: int
+    part: int
+    items: Sequence[tuple[str, Item]]
+
+
+def _slices(plan: SweepPlan, number: int, size: int | None) -> list[Sequence[tuple[str, Item]]]:
+    """The prompts of a round in its order, the same for all settings, in slices."""
+    items = plan.items
+    random.Random(f"{plan.seed}/{number}").shuffle(items)
+    step = len(items) if size is None else size
+    return [items[start : start + step] for start in range(0, len(items), step)]
 
 
 async def _setting(
     plan: SweepPlan,
-    setting: Setting,
-    number: int,
-    open_engine: Opener,
+    place: _Place,
+    engines: _Engines,
     writer: RunWriter,
     state: _State,
     progress: Progress,
 ) -> None:
-    """All cells of a setting in one round, on one engine."""
+    """All cells of a setting in one turn, on one engine."""
+    setting = place.setting
     todo = [
         (where, load, items)
         for temperature in plan.temperatures
         for load in plan.loads
-        if (items := _missing(plan, where := _where(setting, temperature, load), number, writer))
+        if (items := _missing(place, where := _where(setting, temperature, load), writer))
     ]
     if not todo:
         return
-    async with open_engine(setting) as backend:
+    async with engines.use(setting) as backend:
         for where, load, items in todo:
             reason = state.hopeless.get((setting.name, where.temperature))
             if reason is not None:
-                writer.write(_skipped(where, number, reason))
+                writer.write(_skipped(where, place, reason))
                 progress(f"{where.setting} {where.load}: skipped, {reason}")
                 continue
             progress(
                 f"{where.setting} {where.load} temperature {where.temperature:g}: "
-                f"{len(items)} prompts, round {number + 1} of {plan.repeats}"
+                f"{len(items)} prompts, round {place.round + 1} of {plan.repeats}"
             )
-            await _cell(plan, where, load, items, number, backend, writer, state)
+            here = replace(load, warm_up=0) if where.key() in state.warm else load
+            state.warm.add(where.key())
+            await _cell(plan, place, where, here, items, backend, writer, state)
 
 
 def _where(setting: Setting, temperature: float, load: Load) -> Where:
     return Where(setting.name, temperature, load.name, load.concurrency)
 
 
-def _missing(
-    plan: SweepPlan, where: Where, number: int, writer: RunWriter
-) -> list[tuple[str, Item]]:
-    """The items of a cell that have no sample yet, in the round's order, the same for all."""
-    items = plan.items
-    random.Random(f"{plan.seed}/{number}").shuffle(items)
-    return [(k, item) for k, item in items if not writer.has(where, item.prompt.id, number)]
+def _missing(place: _Place, where: Where, writer: RunWriter) -> list[tuple[str, Item]]:
+    """The prompts of a turn that have no sample yet."""
+    return [
+        (kind, item)
+        for kind, item in place.items
+        if not writer.has(where, item.prompt.id, place.round)
+    ]
 
 
 async def _cell(
     plan: SweepPlan,
+    place: _Place,
     where: Where,
     load: Load,
     items: Sequence[tuple[str, Item]],
-    number: int,
     backend: Backend,
     writer: RunWriter,
     state: _State,
 ) -> None:
     by_id = {item.prompt.id: (kind, item) for kind, item in items}
     usual = Ask("", max_tokens=plan.max_tokens, temperature=where.temperature, seed=plan.seed)
-    jobs = [Job(item.prompt.id, number, item.ask(usual)) for _, item in items]
+    jobs = [Job(item.prompt.id, place.round, item.ask(usual)) for _, item in items]
 
     def done(shot: Shot) -> None:
         kind, item = by_id[shot.job.key]
@@ -228,7 +283,7 @@ async def _cell(
     outcome = await run_load(backend, jobs, load, done=done, stop=stop)
     if outcome.stopped and plan.early_stop and outcome.stopped.startswith("hopeless"):
         state.hopeless[where.setting, where.temperature] = outcome.stopped
-    writer.write(_cell_line(where, number, outcome, backend.info))
+    writer.write(_cell_line(where, place, outcome, backend.info))
 
 
 def _hopeless(where: Where, state: _State) -> str:
@@ -246,27 +301,28 @@ def _hopeless(where: Where, state: _State) -> str:
     return f"hopeless: at most {interval.high:.2f}x after {len(pairs)} pairs"
 
 
-def _skipped(where: Where, number: int, reason: str) -> dict[str, Any]:
-    return {**_head(where, number), "stopped": f"skipped, {reason}"}
+def _skipped(where: Where, place: _Place, reason: str) -> dict[str, Any]:
+    return {**_head(where, place), "stopped": f"skipped, {reason}"}
 
 
-def _head(where: Where, number: int) -> dict[str, Any]:
+def _head(where: Where, place: _Place) -> dict[str, Any]:
     return {
         "kind": "cell",
         "setting": where.setting,
         "temperature": where.temperature,
         "load": where.load,
         "concurrency": where.concurrency,
-        "round": number,
+        "round": place.round,
+        "part": place.part,
     }
 
 
-def _cell_line(where: Where, number: int, outcome: Outcome, info: EngineInfo) -> dict[str, Any]:
+def _cell_line(where: Where, place: _Place, outcome: Outcome, info: EngineInfo) -> dict[str, Any]:
     """What was found around a cell."""
     fine = [s.answer for s in outcome.shots if s.answer.error is None]
     tokens = sum(answer.completion_tokens or 0 for answer in fine)
     line: dict[str, Any] = {
-        **_head(where, number),
+        **_head(where, place),
         "engine": info.kind,
         "version": info.version,
         "model": info.model,
