@@ -161,7 +161,8 @@ class Edge(Generic[_Behind]):
             exchange.body = await read_body(
                 receive, exchange.headers, limit=limits.body_bytes, seconds=limits.body_s
             )
-            await beside_client(handler(self._service, exchange), receive)  # type: ignore[arg-type]
+            work = handler(self._service, exchange)
+            await beside_client(work, receive, over=lambda: exchange.over)  # type: ignore[arg-type]
         else:
             await handler(self._service, exchange)
 

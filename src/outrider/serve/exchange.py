@@ -39,6 +39,7 @@ class Exchange:
         caller: who sent it.
         extra: headers of the response, beside those of its kind.
         status: the response's status once it has one.
+        over: the response is whole, and work is left that its client need not wait for.
         facts: what the log shall say of it.
     """
 
@@ -51,6 +52,7 @@ class Exchange:
     body: bytes = b""
     extra: dict[str, str] = field(default_factory=dict)
     status: int | None = None
+    over: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
     def response_headers(self) -> dict[str, str]:

@@ -133,8 +133,15 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
-async def beside_client(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+async def beside_client(
+    work: Coroutine[Any, Any, None], receive: Receive, *, over: Callable[[], bool] = lambda: False
+) -> None:
     """Run while the client is there.
+
+    Args:
+        work: cancelled when the client leaves.
+        receive: of the connection.
+        over: the response is whole: the client may leave, and what is left of the work goes on.
 
     Raises:
         ClientGone: it left; the work has been cancelled and is over.
@@ -145,6 +152,9 @@ async def beside_client(work: Coroutine[Any, Any, None], receive: Receive) -> No
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
+            return
+        if over():
+            await task
             return
         raise ClientGone
     finally:

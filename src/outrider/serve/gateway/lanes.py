@@ -6,6 +6,7 @@ It knows how a request must look for its engine; it decides nothing about who ge
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from outrider.serve.gateway.reading import ReadAcceptance
 from outrider.serve.gateway.upstream import Upstream, UpstreamFault
 from outrider.serve.wire import encode_json
 
-PROBE_S = 60.0
+PROBE_S = 20.0
 HEALTH_S = 2.0
 
 
@@ -188,19 +189,20 @@ PROBES: Mapping[str, Json] = {
 async def probe_features(lane: Lane, *, model: str) -> frozenset[str]:
     """Request features that the engine refuses: found out by asking, once, with one token each."""
     lacking: set[str] = set()
-    for feature, fields in PROBES.items():
-        messages = [{"role": "user", "content": "Say {}"}]
-        asked = {"model": lane.model or model, "messages": messages, "max_tokens": 1, **fields}
-        try:
-            reply = await lane.upstream.send("/v1/chat/completions", encode_json(asked), _JSON)
-        except UpstreamFault:
-            return frozenset(lacking)
-        await reply.close()
-        if 400 <= reply.status < 500 and reply.status not in (401, 403, 404, 408, 429):
-            lacking.add(feature)
+    seconds = min(PROBE_S, lane.profile.timeouts.first_byte_s)
+    with contextlib.suppress(TimeoutError, UpstreamFault):
+        for feature, fields in PROBES.items():
+            messages = [{"role": "user", "content": "Say {}"}]
+            asked = {"model": lane.model or model, "messages": messages, "max_tokens": 1, **fields}
+            async with asyncio.timeout(seconds):
+                reply = await lane.upstream.send("/v1/chat/completions", encode_json(asked), _JSON)
+                await reply.close()
+            if 400 <= reply.status < 500 and reply.status not in _NO_ANSWER:
+                lacking.add(feature)
     return frozenset(lacking)
 
 
+_NO_ANSWER = (401, 403, 404, 408, 429)
 _JSON = {"content-type": "application/json"}
 
 

@@ -46,6 +46,7 @@ class Relay:
 
     async def part(self, data: bytes, *, more: bool = True) -> None:
         before = time.perf_counter()
+        self._exchange.over = not more
         await send_part(self._exchange.send, data, more=more)
         self.blocked_s += time.perf_counter() - before
 
