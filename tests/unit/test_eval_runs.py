@@ -315,10 +315,11 @@ def test_settings_take_turns_every_few_prompts_where_all_can_be_open(tmp_path):
         await backend.close()
 
     plan = plan_of(settings=settings, repeats=2)
-    with mock_engine(MockSettings(tokens=2, **QUICK)) as url:
-        with RunWriter.create(tmp_path / "run", run_manifest(seed=0)) as writer:
-            work = run_sweep(plan, opener, writer, progress=lambda line: None, slice_size=3)
-            asyncio.run(work)
+    with (
+        mock_engine(MockSettings(tokens=2, **QUICK)) as url,
+        RunWriter.create(tmp_path / "run", run_manifest(seed=0)) as writer,
+    ):
+        asyncio.run(run_sweep(plan, opener, writer, progress=lambda line: None, slice_size=3))
     run = Run.load(tmp_path / "run")
     assert opened == ["baseline", "ngram-k2"] and len(run.samples) == 32
     turns = [c["setting"] for c in run.cells]
