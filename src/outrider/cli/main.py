@@ -19,6 +19,7 @@ from outrider.cli.bench import bench
 from outrider.cli.certify import certify
 from outrider.cli.chat import chat
 from outrider.cli.check import check
+from outrider.cli.checklist import checklist
 from outrider.cli.collect import collect
 from outrider.cli.convert import convert
 from outrider.cli.demo import demo
@@ -27,6 +28,7 @@ from outrider.cli.doctor import doctor
 from outrider.cli.eval import eval
 from outrider.cli.generate import INTERRUPTED, generate
 from outrider.cli.models import models
+from outrider.cli.plan import plan
 from outrider.cli.replay import replay
 from outrider.cli.report import report
 from outrider.cli.rollout import rollout
@@ -44,6 +46,8 @@ VERBS = (
     chat,
     serve,
     rollout,
+    checklist,
+    plan,
     bench,
     train,
     replay,

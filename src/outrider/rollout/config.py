@@ -366,6 +366,8 @@ class RolloutConfig(Part):
         salt: changes who is in which cohort; one per experiment.
         control: size of the control cohort relative to the canary.
         state: folder of the persisted state and the audit log.
+        evidence: folder of what the launch checklist looks at: runs, preflights, certificates and
+            drills, at any depth.
         kill_file: while this file exists everything goes to the baseline.
         force: requests may name a profile by header or model name.
         webhook: told of every change and verdict; `None` for none.
@@ -383,6 +385,7 @@ class RolloutConfig(Part):
     verdict: VerdictSettings = VerdictSettings()
     feedback: FeedbackSettings = FeedbackSettings()
     state: Path = Path("rollout-state")
+    evidence: Path = Path("rollout-evidence")
     kill_file: Path | None = None
     force: bool = False
     webhook: str | None = None
