@@ -288,6 +288,54 @@ def test_a_server_that_samples_wrongly_while_it_guesses_fails():
         assert found.null.test().passed  # single tokens are plain
 
 
+class Dying(FakeServer):
+    """Answers so many requests, then not at all; or refuses a field."""
+
+    def __init__(self, *, alive: int = 10**6, refuses_top_k: bool = False) -> None:
+        super().__init__()
+        self.alive, self.refuses_top_k = alive, refuses_top_k
+
+    async def answer(self, ask: Ask) -> Answer:
+        if self.refuses_top_k and ask.top_k is not None:
+            return Answer(0.0, 0.0, error="top_k is not supported", status=400)
+        self.alive -= 1
+        if self.alive < 0:
+            return Answer(0.0, 0.0, error="Connection refused")
+        return await super().answer(ask)
+
+
+def test_an_engine_that_dies_fails_and_one_that_refuses_does_not():
+    dead = sampled(Dying(alive=300))
+    assert all(found.failed for found in dead)
+    [narrow, wide] = sampled(Dying(refuses_top_k=True))
+    assert narrow.refused and not narrow.failed and narrow.requests == 0
+    assert wide.requests == 400 and not wide.refused
+
+
+def test_a_text_that_is_cut_otherwise_gives_no_law():
+    """Two letters of the server's text are one of its tokens: such contexts are left out."""
+
+    class Merging(FakeServer):
+        def __init__(self) -> None:
+            super().__init__(wrong=0.0)
+            self.info = replace(self.info, abilities=frozenset({"tokenize"}))
+
+        async def tokenize(self, prompt: str | Conversation) -> tuple[int, ...] | None:
+            assert isinstance(prompt, str)
+            return tuple(map(ord, prompt.replace("ab", "X")))
+
+    async def run() -> remote.References:
+        side = await remote.introduce(Merging())
+        found = remote.References(side, "one", asyncio.Semaphore(4))
+        await found.prepare([(), ("a",), ("a", "b"), ("b", "a"), ("\ufffd",)])
+        return found
+
+    found = asyncio.run(run())
+    assert found.law((), WIDE) is not None and found.law(("b", "a"), WIDE) is not None
+    assert found.law(("a", "b"), WIDE) is None and found.top(("a", "b")) is None
+    assert found.law(("\ufffd",), WIDE) is None
+
+
 def test_the_remote_sabotage_fails():
     async def run() -> remote.RemoteEvidence:
         side = await remote.introduce(FakeServer())

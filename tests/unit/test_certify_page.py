@@ -68,6 +68,8 @@ FAULTS = [
     ({"sabotage": [tally("s").test()]}, "inconclusive", "broken on purpose passed"),
     ({"settings": [("one", [Tally("empty").test()])]}, "inconclusive", "no setting"),
     ({"processes": [{"rejected": True}]}, "fail", "sequential"),
+    ({"failures": ["HTTP 500", "HTTP 500"]}, "fail", "2 requests failed"),
+    ({"pooled": BAD, "uncertain": "text alone"}, "inconclusive", "text alone"),
 ]  # fmt: skip
 
 
@@ -91,6 +93,7 @@ def test_greedy_near_ties_pass_and_other_differences_fail():
     assert judge_greedy([greedy_row(), greedy_row(0.1)]).verdict == "pass"
     wrong = judge_greedy([greedy_row(), greedy_row(0.9)])
     assert wrong.verdict == "fail" and "margin 0.900" in wrong.reasons[0]
+    assert judge_greedy([greedy_row(0.9)], uncertain="text").verdict == "inconclusive"
     assert judge_greedy([]).verdict == "inconclusive"
     assert judge_greedy([greedy_row(accepted=0)]).verdict == "inconclusive"
 

@@ -163,10 +163,10 @@ def _remote(plan: CertifyPlan) -> CertifyPlan:
     from outrider.evaluate.certify_plan import Setting
 
     settings = (
-        Setting("narrow: temperature 0.5, top-k 4", 0.5, top_k=4),
         Setting("cool: temperature 0.5, no truncation", 0.5),
         Setting("wide: temperature 1.0, no truncation", 1.0),
         Setting("nucleus: temperature 1.0, top-p 0.8", 1.0, top_p=0.8),
+        Setting("narrow: temperature 0.5, top-k 4", 0.5, top_k=4),
     )
     return replace(plan, settings=settings)
 
@@ -325,13 +325,15 @@ async def certify_server(
             if "greedy" in parts:
                 tell("greedy: every token against the likeliest one at its place")
                 rows = await greedy_remote(sides[0], plan, reference=reference)
-                sections.append(certificates.judge_greedy([_greedy_dict(row) for row in rows]))
+                table = [_greedy_dict(row) for row in rows]
+                unsure = _unsure(sides[0])
+                sections.append(certificates.judge_greedy(table, uncertain=unsure))
             if "distribution" in parts:
                 sections.append(await _remote_distribution(sides[0], reference, plan, tell))
         if "features" in parts:
             tell("features")
-            table = [feature.to_dict() for feature in await probe_features(backend)]
-            sections.append(certificates.judge_features(table))
+            seen = [feature.to_dict() for feature in await probe_features(backend)]
+            sections.append(certificates.judge_features(seen))
         who = {
             "engine": backend.info.kind,
             "version": backend.info.version or "not told",
@@ -345,6 +347,16 @@ async def certify_server(
     finally:
         for one in opened:
             await one.close()
+
+
+def _unsure(side: Side) -> str:
+    """Why differences on this server may be the test's own fault; empty where they cannot."""
+    if side.certain:
+        return ""
+    return (
+        "the server names tokens by their text alone and has no tokenizer endpoint, so contexts "
+        "may have been cut otherwise; start it with one, or with token ids in its answers"
+    )
 
 
 def _greedy_dict(row: Any) -> dict[str, Any]:
@@ -370,11 +382,11 @@ async def _remote_distribution(
     from outrider.evaluate.certify_law import Tally
     from outrider.evaluate.certify_remote import sabotage_remote, sample_remote
 
+    tell("judged at another temperature: must fail")
+    broken = await sabotage_remote(side, plan, requests=min(SABOTAGED, plan.requests))
     evidence: list[RemoteEvidence] = await sample_remote(
         side, plan, reference=reference, progress=tell
     )
-    tell("judged at another temperature: must fail")
-    broken = await sabotage_remote(side, plan, requests=min(SABOTAGED, plan.requests))
     pooled = Tally("all settings together")
     for found in evidence:
         pooled.merge(found.tallies["all positions"])
@@ -386,9 +398,7 @@ async def _remote_distribution(
     if accepted and not sum(accepted):
         missing.append("accepted guesses")
     notes = [] if drafted else ["the server tells nothing of its guesses: it may not have guessed"]
-    failed = [error for e in evidence for error in e.failed]
-    if failed:
-        notes.append(f"{len(failed)} requests failed, the first: {failed[0]}")
+    notes += [f"{e.setting.name} is refused: {e.refused[0]}" for e in evidence if e.refused]
     undecided = sum(e.undecided for e in evidence)
     if undecided:
         notes.append(f"{undecided} tokens came where the log-probabilities decide no law")
@@ -403,6 +413,8 @@ async def _remote_distribution(
             requests=sum(e.requests for e in evidence),
             processes=[{"setting": e.setting.name, **e.process.to_dict()} for e in evidence],
             notes=notes,
+            uncertain=_unsure(side),
+            failures=[error for e in evidence for error in e.failed],
         ),
         alpha=plan.alpha,
         effect=plan.effect,

@@ -65,6 +65,8 @@ class Distribution:
         processes: per setting the sequential test.
         counts: what the drafter did, JSON-ready.
         requests: sampled requests with speculation.
+        failures: errors of sampled requests that the engine took and did not answer.
+        uncertain: why a failing test may be the test's own fault; empty where it cannot.
     """
 
     settings: Sequence[tuple[str, Sequence[LawTest]]]
@@ -78,6 +80,8 @@ class Distribution:
     exact: bool = False
     processes: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
+    uncertain: str = ""
+    failures: Sequence[str] = ()
 
 
 def judge_distribution(
@@ -96,6 +100,11 @@ def judge_distribution(
     if stopped and not reasons:
         reasons.append("the sequential test has collected more evidence than chance allows")
     verdict: Verdict = "fail" if reasons else "pass"
+    if reasons and found.uncertain:
+        verdict, reasons = "inconclusive", [found.uncertain, *reasons]
+    if found.failures:
+        verdict = "fail"
+        reasons.append(f"{len(found.failures)} requests failed, the first: {found.failures[0]}")
     doubts = _doubts(found)
     if verdict == "pass" and doubts:
         verdict, reasons = "inconclusive", doubts
@@ -209,12 +218,13 @@ def _test_row(test: LawTest, name: str) -> tuple[str, ...]:
     )
 
 
-def judge_greedy(rows: Sequence[Mapping[str, Any]]) -> Section:
+def judge_greedy(rows: Sequence[Mapping[str, Any]], *, uncertain: str = "") -> Section:
     """The section on greedy answers.
 
     Args:
         rows: per prompt "prompt", "tokens", "accepted" (or `None`) and "difference": `None`, or
             an object with "position", "margin", "tolerance" and "near_tie".
+        uncertain: as in `Distribution`.
     """
     parted = [row for row in rows if row["difference"] is not None]
     wrong = [row for row in parted if not row["difference"]["near_tie"]]
@@ -222,6 +232,8 @@ def judge_greedy(rows: Sequence[Mapping[str, Any]]) -> Section:
     accepted = [row["accepted"] for row in rows if row["accepted"] is not None]
     verdict: Verdict = "fail" if wrong else "pass"
     reasons = [_greedy_reason(row) for row in wrong]
+    if wrong and uncertain:
+        verdict, reasons = "inconclusive", [uncertain, *reasons]
     if not rows or not tokens:
         verdict, reasons = "inconclusive", ["no greedy answer was compared"]
     elif not wrong and accepted and not sum(accepted):

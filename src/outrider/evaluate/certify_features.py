@@ -213,9 +213,16 @@ async def _grammar(p: _Prober) -> tuple[bool, str]:
     try:
         found = json.loads(answer.text)
     except ValueError:
+        _not_cut(answer)
         return False, f"the answer is no JSON: {answer.text[:40]!r}"
     fits = isinstance(found, dict) and set(found) == {"ok"} and isinstance(found["ok"], bool)
     return fits, "the answer follows the schema" if fits else "JSON of another form"
+
+
+def _not_cut(answer: Answer) -> None:
+    """Half a document proves nothing."""
+    if answer.finish_reason == "length" or answer.completion_tokens in (40, 60):
+        raise _Unclear("the answer was cut at its token limit; nothing can be told")
 
 
 async def _tools(p: _Prober) -> tuple[bool, str]:
@@ -235,6 +242,7 @@ async def _tools(p: _Prober) -> tuple[bool, str]:
     try:
         arguments = json.loads(words)
     except ValueError:
+        _not_cut(answer)
         return False, f"the arguments are no JSON: {words[:40]!r}"
     fits = name == "get_weather" and isinstance(arguments, dict) and "city" in arguments
     return fits, f"{name} was called" if fits else f"{name} was called with other arguments"

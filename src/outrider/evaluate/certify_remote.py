@@ -52,6 +52,11 @@ class Side:
     by_id: bool
     top: int
 
+    @property
+    def certain(self) -> bool:
+        """Can a context be continued by the very tokens that came?"""
+        return self.by_id or "tokenize" in self.backend.info.abilities
+
     def extra(self) -> dict[str, Any]:
         return ID_FIELDS.get(self.backend.info.kind, {}) if self.by_id else {}
 
@@ -69,11 +74,18 @@ class Side:
 
 @dataclass
 class RemoteEvidence:
-    """What one setting showed."""
+    """What one setting showed.
+
+    Attributes:
+        failed: errors of requests that the engine took and did not answer.
+        refused: of those that it did not take (HTTP 4xx): it lacks the setting, and says so.
+        undecided: tokens of contexts whose law the log-probabilities do not decide.
+    """
 
     setting: Setting
     requests: int = 0
     failed: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     accepted: int | None = None
     drafted: int | None = None
     undecided: int = 0
@@ -85,6 +97,13 @@ class RemoteEvidence:
     def tests(self, alpha: float) -> list[LawTest]:
         rows = [tally.test(alpha=alpha) for tally in self.tallies.values()]
         return [*rows, self.contexts.test(alpha=alpha)]
+
+
+def _readable(label: Hashable) -> bool:
+    """Is a token's name its whole text, so that no other token has the same?"""
+    return isinstance(label, int) or (
+        isinstance(label, str) and label != "" and "\ufffd" not in label
+    )
 
 
 def labelled(entries: Sequence[TokenLogprob] | None) -> Labels:
@@ -105,6 +124,13 @@ def law_of(top: Sequence[tuple[str, float]], setting: Setting) -> Law | None:
     """
     ranked = sorted({_label(t): p for t, p in top}.items(), key=lambda item: -item[1])
     ranked = [(token, p) for token, p in ranked if math.isfinite(p)]
+    if not ranked:
+        return None
+    plain = setting.temperature == 1 and not setting.top_k and setting.top_p == 1
+    shared = sum(math.exp(p) for token, p in ranked if not _readable(token))
+    if shared > SLACK and not plain:
+        return None  # several tokens may share such a name, and their ranks count here
+    ranked = [(token, p) for token, p in ranked if _readable(token)]
     if not ranked:
         return None
     rest = max(0.0, 1 - sum(math.exp(p) for _, p in ranked))
@@ -192,14 +218,20 @@ class References:
         self.prompt = prompt
         self._gate = gate
         self._tops: dict[Labels, tuple[tuple[str, float], ...]] = {}
+        self._unsound: set[Labels] = set()
 
     async def prepare(self, prefixes: Sequence[Labels]) -> None:
-        """Ask for what is not known yet."""
-        wanted = [p for p in dict.fromkeys(prefixes) if p not in self._tops]
+        """Ask for what is not known yet. A context whose text is cut into other tokens than those
+        that came has no law here."""
+        known = self._tops.keys() | self._unsound
+        wanted = [p for p in dict.fromkeys(prefixes) if p not in known]
 
         async def one(prefix: Labels) -> None:
             ask = _reference(self._side, self._side.extended(self.prompt, prefix))
             async with self._gate:
+                if not await self._sound(prefix):
+                    self._unsound.add(prefix)
+                    return
                 answer = await self._side.backend.answer(ask)
             if answer.error is not None or not answer.logprobs:
                 raise EngineUnfit(f"a reference request failed: {answer.error or 'no logprobs'}")
@@ -207,11 +239,29 @@ class References:
 
         await asyncio.gather(*(one(prefix) for prefix in wanted))
 
-    def law(self, prefix: Labels, setting: Setting) -> Law | None:
-        return law_of(self._tops[prefix], setting)
+    async def _sound(self, prefix: Labels) -> bool:
+        """Does the engine read a context that is continued as text as the tokens that came?"""
+        if self._side.by_id or not isinstance(self.prompt, str) or not prefix:
+            return True
+        if not all(map(_readable, prefix)):
+            return False
+        if not self._side.certain:
+            return True
+        whole = self._side.extended(self.prompt, prefix)
+        assert isinstance(whole, str)
+        first = await self._side.backend.tokenize(self.prompt)
+        told = await self._side.backend.tokenize(whole)
+        if first is None or told is None:
+            return False
+        return told[: len(first)] == first and len(told) == len(first) + len(prefix)
 
-    def top(self, prefix: Labels) -> tuple[tuple[str, float], ...]:
-        return self._tops[prefix]
+    def law(self, prefix: Labels, setting: Setting) -> Law | None:
+        """The law after some tokens; `None` where it cannot be known."""
+        return None if prefix in self._unsound else law_of(self._tops[prefix], setting)
+
+    def top(self, prefix: Labels) -> tuple[tuple[str, float], ...] | None:
+        """The log-probabilities after some tokens; `None` where they cannot be known."""
+        return self._tops.get(prefix)
 
 
 def sample_ask(side: Side, prompt: str | tuple[int, ...], setting: Setting, *, length: int) -> Ask:
@@ -246,7 +296,12 @@ async def sample_remote(
     found = []
     for setting in plan.settings:
         progress(f"{setting.name}: {plan.requests} requests")
-        found.append(await _sample(side, reference, plan, setting, gate))
+        evidence = new_evidence(setting, plan.alpha)
+        try:
+            await _sample(side, reference, plan, evidence, gate)
+        except EngineUnfit as fault:  # it died, or cannot be reached any more
+            evidence.failed.append(str(fault))
+        found.append(evidence)
     return found
 
 
@@ -254,10 +309,10 @@ async def _sample(
     side: Side,
     reference: Side | None,
     plan: CertifyPlan,
-    setting: Setting,
+    evidence: RemoteEvidence,
     gate: asyncio.Semaphore,
-) -> RemoteEvidence:
-    evidence = new_evidence(setting, plan.alpha)
+) -> None:
+    setting = evidence.setting
     before = await side.backend.counters()
     per_prompt = -(-plan.requests // len(plan.prompts))
     null_per_prompt = -(-plan.null_requests // len(plan.prompts))
@@ -265,7 +320,7 @@ async def _sample(
         prompt = await side.prompt(text)
         references = References(reference or side, prompt, gate)
         done = 0
-        while done < per_prompt and not evidence.failed:
+        while done < per_prompt and not (evidence.failed or evidence.refused):
             count = min(8 * AT_ONCE, per_prompt - done)
             ask = sample_ask(side, prompt, setting, length=plan.length)
             answers = await _many(side, ask, count, gate)
@@ -277,9 +332,9 @@ async def _sample(
         length = plan.length if reference is not None else 1
         plain = reference or side
         ask = sample_ask(plain, prompt, setting, length=length)
-        await judge_null(evidence, references, await _many(plain, ask, null_per_prompt, gate))
+        if not evidence.refused:
+            await judge_null(evidence, references, await _many(plain, ask, null_per_prompt, gate))
     _counted(evidence, before, await side.backend.counters())
-    return evidence
 
 
 def new_evidence(setting: Setting, alpha: float) -> RemoteEvidence:
@@ -348,6 +403,8 @@ def _usable(evidence: RemoteEvidence, answers: Sequence[Answer]) -> list[Answer]
     for answer in answers:
         if answer.error is None and answer.logprobs:
             whole.append(answer)
+        elif answer.status is not None and 400 <= answer.status < 500:
+            evidence.refused.append(answer.error or "refused")
         else:
             evidence.failed.append(answer.error or "an answer without log-probabilities")
     return whole
@@ -387,12 +444,13 @@ def _counted(evidence: RemoteEvidence, before: Any, after: Any) -> None:
 async def sabotage_remote(side: Side, plan: CertifyPlan, *, requests: int) -> RemoteEvidence:
     """Requests at one temperature judged as if at another; the test must fail."""
     gate = asyncio.Semaphore(AT_ONCE)
-    setting = plan.settings[0]
-    evidence = new_evidence(setting, plan.alpha)
+    evidence = new_evidence(plan.settings[0], plan.alpha)
     for text in plan.prompts:
         prompt = await side.prompt(text)
         references = References(side, prompt, gate)
         await references.prepare([()])
+        known = [s for s in plan.settings if references.law((), s) is not None]
+        evidence.setting = setting = known[0] if known else plan.settings[0]
         asked = _other_temperature(references, setting)
         ask = sample_ask(side, prompt, asked, length=plan.length)
         count = -(-requests // len(plan.prompts))
@@ -466,7 +524,10 @@ def _compare(text: str, row: Labels, references: References) -> GreedyRow:
     """
     worst = GreedyRow(text, len(row))
     for place, token in enumerate(row):
-        top = sorted(references.top(row[:place]), key=lambda item: -item[1])
+        told = references.top(row[:place])
+        if told is None:
+            continue
+        top = sorted(told, key=lambda item: -item[1])
         best, score = _label(top[0][0]), top[0][1]
         if best == token:
             continue

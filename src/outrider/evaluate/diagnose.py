@@ -249,7 +249,7 @@ def diagnose(picture: Picture, *, tau: float = TAU, roofline: float | None = Non
     room = free / picture.batch - 1 if picture.batch else None
     ceiling = None if decode is None else amdahl(decode, tau)
     expected = None
-    if decode is not None and picture.pass_cost:
+    if decode is not None and len(picture.pass_cost) > 1:
         batch = picture.batch or 1.0
         plain, checked = (
             cost_at(picture.pass_cost, batch),
