@@ -179,6 +179,22 @@ def test_greedy_answers_are_equal_and_a_wrong_one_is_weighed(monkeypatch):
     assert wrong and not wrong[0]["difference"]["near_tie"]
 
 
+def test_no_two_requests_of_a_certificate_share_a_seed(monkeypatch):
+    """The same noise in two settings ties their tokens together, and the pooled test would err."""
+    seen: list[int] = []
+    answer = embedded._Runner.outputs
+
+    def outputs(self, prompt, params, seeds):
+        if self._name != "none":
+            seen.extend(seeds)
+        return answer(self, prompt, params, seeds)
+
+    monkeypatch.setattr(embedded._Runner, "outputs", outputs)
+    plan = replace(PLAN, requests=9, settings=SETTINGS)
+    embedded.sample_settings(subject("walk", lambda sequences, length: SuffixDrafter()), plan)
+    assert len(seen) == len(set(seen)) == 4 * 10  # nine, spread evenly over two prompts
+
+
 def test_the_full_plan_finds_what_it_promises():
     assert full() * len(SETTINGS) * PLAN.length >= 42_000
 

@@ -275,9 +275,11 @@ def sample_settings(
     guessing = _Runner(subject, subject.target, plan, guess=True)
     plain = _Runner(subject, subject.target, plan, guess=False)
     found = []
-    for setting in plan.settings:
+    for number, setting in enumerate(plan.settings):
         progress(f"{setting.name}: {plan.requests} requests")
-        found.append(_sample(subject, plan, setting, guessing, plain))
+        # Seeds of their own: the same noise at two temperatures would tie their tokens together.
+        own = replace(plan, seed=plan.seed + number * 2 * (plan.requests + len(plan.prompts)))
+        found.append(_sample(subject, own, setting, guessing, plain))
     return found
 
 

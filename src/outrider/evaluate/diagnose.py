@@ -282,6 +282,13 @@ def _verdict(
             f"{picture.batch:.0f} sequences decode at once, and a pass takes about {free:.0f} rows "
             "before it costs more: no room for a guess each",
         )
+    return _inside(picture, shares, ceiling, expected)
+
+
+def _inside(
+    picture: Picture, shares: Mapping[Stage, float], ceiling: float, expected: float | None
+) -> tuple[Verdict, str]:
+    """The verdict where load is no obstacle: what requests do with their time."""
     pipeline = shares["retrieval"] + shares["tools"] + shares["other"]
     if pipeline >= 0.5 and ceiling < 1 + 0.5 * (1 - pipeline):
         return (
