@@ -130,7 +130,7 @@ def why_plain(completion: Completion) -> str | None:
 
 
 def new_id(prefix: str, length: int = 24) -> str:
-    return prefix + "".join(secrets.choice(_LETTERS) for _ in range(length))
+    return prefix + "".join(_LETTERS[byte % len(_LETTERS)] for byte in secrets.token_bytes(length))
 
 
 @dataclass
