@@ -29,6 +29,7 @@ test: $(DEV)  ## Run all tests.
 test-vllm: $(RUN)  ## Serve the shipped EAGLE-3 heads in vLLM on CPU and compare what is accepted.
 	$(BIN)/python benchmarks/interop/vllm_heads.py $(HEADS)
 	$(BIN)/python benchmarks/interop/vllm_certify.py
+	$(BIN)/python benchmarks/interop/vllm_sweep.py
 
 check: $(DEV)  ## Lint, check the format and the types.
 	$(BIN)/ruff check .

@@ -232,3 +232,16 @@ def test_only_engines_that_can_be_told_are_started_with_a_setting(tmp_path):
     assert flag == "--config"
     with open(path) as file:
         assert yaml.safe_load(file)["speculative_config"]["max_draft_len"] == 3
+
+
+def test_a_baseline_that_drifts_is_told():
+    later = [{**row, "repeat": 1} for row in samples("baseline", 0.8)]
+    found = judge(samples("baseline", 1), later, samples("ngram-k4", 1.6, tau=2.0))
+    assert any("took +2" in note and "round 2" in note for note in found.notes)
+    steady = [{**row, "repeat": 1} for row in samples("baseline", 1)]
+    assert judge(samples("baseline", 1), steady, samples("ngram-k4", 1.6, tau=2.0)).notes == ()
+
+
+def test_a_step_that_seems_cheaper_than_a_plain_one_is_told():
+    found = judge(samples("baseline", 1), samples("ngram-k4", 2.5, tau=1.5))
+    assert any("cannot be cheaper" in note for note in found.notes)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -104,16 +106,21 @@ async def _ready(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End our own process: politely, then by force."""
+    """End our own process and its children, which share its group: politely, then by force."""
     if process.returncode is not None:
         return
-    process.terminate()
+    _signal(process, signal.SIGTERM)
     try:
         async with asyncio.timeout(END_S):
             await process.wait()
     except TimeoutError:
-        process.kill()
+        _signal(process, signal.SIGKILL)
         await process.wait()
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _tail(log: Path) -> str:

@@ -27,6 +27,7 @@ CellKey = tuple[float, str]
 LEVEL = 0.95
 ALIKE = 0.03
 TOO_CHEAP = 0.9
+DRIFT = 0.05
 RESAMPLES = 4000
 
 
@@ -213,6 +214,7 @@ def recommend(
     for key in sorted(cells, key=lambda k: (k[0], _concurrency(cells[k]), k[1])):
         groups = cells[key]
         rivals = [name for name in groups if name != BASELINE]
+        notes += _drift(groups.get(BASELINE, ()), key)
         if BASELINE not in groups:
             if rivals:
                 notes.append(f"{key[1]} at temperature {key[0]:g} has no baseline: not judged")
@@ -250,6 +252,27 @@ def recommend(
         setting=setting,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _drift(plain: Sequence[Sample], key: CellKey) -> list[str]:
+    """Did the baseline itself change from round to round? Then so did the machine."""
+    rounds: dict[int, dict[str, float]] = defaultdict(dict)
+    for sample in plain:
+        timed = _time(sample, decode=False)
+        if timed is not None:
+            rounds[int(sample["repeat"])][str(sample["id"])] = timed[0] / timed[1]
+    first = rounds.get(0, {})
+    found = []
+    for number in sorted(rounds):
+        common = first.keys() & rounds[number].keys()
+        if number and common:
+            change = sum(rounds[number][id] for id in common) / sum(first[id] for id in common) - 1
+            if abs(change) > DRIFT:
+                found.append(
+                    f"the baseline at {key[1]} took {change:+.0%} time per token in round "
+                    f"{number + 1}: the machine's load changed, trust small differences less"
+                )
+    return found
 
 
 def _concurrency(groups: Mapping[str, Sequence[Sample]]) -> int:

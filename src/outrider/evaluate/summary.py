@@ -26,6 +26,7 @@ from outrider.evaluate.statistics import (
 
 PERCENTS = (50, 95, 99)
 RESAMPLES = 1000
+BLOCK = 4
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,22 @@ def _faults(run: Run, cells: Sequence[CellSummary]) -> list[str]:
         for line in run.cells
         if str(line.get("stopped", "")).startswith("skipped")
     ]
+    if _in_blocks(run):
+        found.append(
+            "each setting was measured in one block of time: a change of the machine's load looks "
+            "like a difference, and no interval knows of it; measure several rounds (--repeats)"
+        )
     told = Counter(note for s in run.samples for note in s.get("notes", ()))
     found += [f"{times} x {note}" for note, times in told.most_common(8)]
     return list(dict.fromkeys([*found, *(note for cell in cells for note in cell.notes)]))
+
+
+def _in_blocks(run: Run) -> bool:
+    """Several settings, each with a single turn of several prompts."""
+    turns = Counter((c["setting"], c["temperature"], c["load"]) for c in run.cells)
+    settings = {setting for setting, _, _ in turns}
+    most = max((int(c.get("requests") or 0) for c in run.cells), default=0)
+    return len(settings) > 1 and max(turns.values()) == 1 and most > BLOCK
 
 
 def _around(run: Run, line: Sample) -> list[Mapping[str, Any]]:
