@@ -111,10 +111,18 @@ def test_a_biased_rule_differs_at_equal_seeds(monkeypatch):
     assert coupling is not None and coupling["different"] > 0
 
 
-def test_the_sabotage_run_fails():
-    found = embedded.sabotage(
-        subject("walk", lambda sequences, length: SuffixDrafter()), PLAN, requests=300
-    )
+def perfect(sequences: int, length: int) -> DraftModelDrafter:
+    """Guesses by the target's own law."""
+    config = DraftModelConfig(branching=1, sequences=sequences, length=length)
+    return DraftModelDrafter(target(), config)
+
+
+@pytest.mark.parametrize(
+    ("rule", "build"),
+    [("walk", lambda sequences, length: SuffixDrafter()), ("reject", chains), ("reject", perfect)],
+)
+def test_the_sabotage_run_fails(rule, build):
+    found = embedded.sabotage(subject(rule, build), PLAN, requests=300)
     assert any(not test.passed for test in found.tests(1e-6))
 
 
@@ -123,7 +131,7 @@ def test_sequential_stops_early_against_a_broken_engine(monkeypatch):
     monkeypatch.setattr(embedded, "BOOST", 4.0)
     broken = replace(
         subject("walk", lambda sequences, length: SuffixDrafter()),
-        target=embedded.FavoursGuesses(target(), 4.0),
+        target=embedded.Broken(target(), 4.0),
     )
     laws = replace(PLAN, sequential=True, requests=600)
     honest = embedded.ExactLaws

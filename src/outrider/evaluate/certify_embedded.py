@@ -352,16 +352,18 @@ def _prefixes(tokens: Sequence[int]) -> list[Prefix]:
     return [tuple(tokens[:place]) for place in range(len(tokens))]
 
 
-class FavoursGuesses:
-    """Sabotage: a target whose logits of guessed tokens are raised, as a lenient rule would act.
+class Broken:
+    """Sabotage: a target that favours guessed tokens and mixes up the rows behind a guess.
 
-    It is a `Target`; everything but the logits is the true target's.
+    The first is what a lenient rule does, the second what a stale cache row does; where a drafter
+    guesses by the target's own law, only the second can be seen. It is a `Target`; everything but
+    the logits is the true target's.
     """
 
     def __init__(self, target: Target, boost: float = BOOST) -> None:
         self._target = target
         self._boost = boost
-        self.name = f"{target.name}, favouring guesses"
+        self.name = f"{target.name}, broken on purpose"
         self.fingerprint = f"{target.fingerprint}-sabotaged"
         self.vocab_size = target.vocab_size
         self.context_length = target.context_length
@@ -384,7 +386,7 @@ class FavoursGuesses:
         for segment, logits_NV in zip(segments, found.logits, strict=True):
             tree = segment.tree
             if tree is not None and len(tree) > 1:
-                logits_NV = logits_NV.clone()
+                logits_NV = logits_NV[:1].repeat(len(tree), 1)
                 for node in range(1, len(tree)):
                     logits_NV[tree.parents[node], tree.tokens[node]] += self._boost
             changed.append(logits_NV)
@@ -392,10 +394,10 @@ class FavoursGuesses:
 
 
 def sabotage(subject: Subject, plan: CertifyPlan, *, requests: int) -> SettingEvidence:
-    """The test on an engine that favours guesses, in the plan's widest setting; it must fail."""
+    """The test on an engine that is broken, in the plan's widest setting; it must fail."""
     setting = next((s for s in plan.settings if not s.top_k and s.top_p == 1), plan.settings[-1])
     small = replace(plan, requests=requests, settings=(setting,), null_share=1e-9)
-    broken = _Runner(subject, FavoursGuesses(subject.target), small, guess=True)
+    broken = _Runner(subject, Broken(subject.target), small, guess=True)
     plain = _Runner(subject, subject.target, small, guess=False)
     return _sample(subject, small, setting, broken, plain)
 
