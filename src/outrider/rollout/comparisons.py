@@ -43,14 +43,20 @@ def times(rows: Sequence[tuple[str, str, float]]) -> Times:
     single: dict[str, list[float]] = {}
     grouped: dict[tuple[str, str], list[float]] = {}
     for stratum, unit, value in rows:
-        log = math.log(max(value, SMALLEST))
         if unit:
-            grouped.setdefault((stratum, unit), []).append(log)
+            grouped.setdefault((stratum, unit), []).append(value)
         else:
-            single.setdefault(stratum, []).append(log)
-    for (stratum, _), logs in grouped.items():
-        single.setdefault(stratum, []).append(sum(logs) / len(logs))
-    return Times({stratum: np.sort(np.asarray(logs)) for stratum, logs in single.items()})
+            single.setdefault(stratum, []).append(value)
+    for (stratum, _), values in grouped.items():
+        # Back to milliseconds, so that all of a stratum goes through the logarithm at once.
+        logs = [math.log(max(value, SMALLEST)) for value in values]
+        single.setdefault(stratum, []).append(math.exp(sum(logs) / len(logs)))
+    return Times(
+        {
+            stratum: np.sort(np.log(np.maximum(np.asarray(values), SMALLEST)))
+            for stratum, values in single.items()
+        }
+    )
 
 
 class RankTest:

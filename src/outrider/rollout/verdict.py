@@ -9,7 +9,8 @@ engine and no weights. Why so: docs/explanation/rollout-statistics.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -233,6 +234,9 @@ def _units(observations: Sequence[Observation]) -> int:
 
 TIMES: Final = ("tpot", "ttft")
 
+_Arm = Sequence[Observation]
+_Error = Callable[[str], float]
+
 
 @dataclass(frozen=True)
 class _Setting:
@@ -265,27 +269,31 @@ def _findings(
     """Every check at this look: the whole traffic first, then by prompt type."""
     made: list[Finding] = []
 
-    def add(
-        name: str, setting: _Setting, m: Sequence[Observation], n: Sequence[Observation]
-    ) -> None:
-        bounds = _Bounds(
-            bound(information, setting.error, settings.plan),
-            bound(information, settings.false_pass, settings.plan),
-        )
-        compare = _compare_times if name in TIMES else _compare_rates
-        made.append(compare(name, setting, m, n, bounds, settings.least_samples))
+    def add(names: Iterable[str], arms: tuple[_Arm, _Arm], kind: str, error: _Error) -> None:
+        tallies = [_tally(arm) for arm in arms]
+        for name in names:
+            check = settings.checks[name]
+            setting = _Setting(check, error(name), check.critical and not kind, kind)
+            bounds = _Bounds(
+                bound(information, setting.error, settings.plan),
+                bound(information, settings.false_pass, settings.plan),
+            )
+            least = settings.least_samples
+            if name in TIMES:
+                made.append(_compare_times(name, setting, *arms, bounds, least))
+            else:
+                here, there = (tally[name] for tally in tallies)
+                made.append(_compare_rates(name, setting, here, there, bounds, least))
 
     errors = _errors(settings)
-    for name, check in settings.checks.items():
-        add(name, _Setting(check, errors[name], check.critical), canary, control)
+    add(settings.checks, (canary, control), "", errors.__getitem__)
     types = sorted({o.prompt_type for o in canary} & {o.prompt_type for o in control} - {""})
     if len(types) > 1:
-        error = settings.false_rollback / (len(types) * max(1, len(settings.by_type)))
+        each = settings.false_rollback / (len(types) * max(1, len(settings.by_type)))
         for kind in types:
             m = [o for o in canary if o.prompt_type == kind]
             n = [o for o in control if o.prompt_type == kind]
-            for name in settings.by_type:
-                add(name, _Setting(settings.checks[name], error, False, kind), m, n)
+            add(settings.by_type, (m, n), kind, lambda name: each)
     return made
 
 
@@ -347,33 +355,33 @@ def _compare_times(
     )
 
 
-_RATES: Final[Mapping[str, Callable[[Observation], bool | None]]] = {
-    "error": lambda o: o.outcome == "error",
-    "timeout": lambda o: o.outcome == "timeout",
-    "out_of_memory": lambda o: o.outcome == "out_of_memory",
-    "cancelled": lambda o: o.outcome == "cancelled",
-    "length": lambda o: o.finish_reason == "length" if o.outcome == "ok" else None,
-    "repetition": lambda o: o.repetitive,
-    "invalid": lambda o: None if o.valid is None else not o.valid,
-}
-"""Did it happen to the request? `None` where the question does not arise."""
-
-
-def _events(observations: Sequence[Observation], name: str) -> tuple[int, int]:
-    asked = [event for o in observations if (event := _RATES[name](o)) is not None]
-    return sum(asked), len(asked)
+def _tally(observations: Sequence[Observation]) -> dict[str, tuple[int, int]]:
+    """Per rate, how often it happened, and to how many requests the question arises."""
+    outcomes, n = Counter(o.outcome for o in observations), len(observations)
+    reasons = [o.finish_reason for o in observations if o.outcome == "ok"]
+    loops = [o.repetitive for o in observations if o.repetitive is not None]
+    forms = [o.valid for o in observations if o.valid is not None]
+    return {
+        "error": (outcomes["error"], n),
+        "timeout": (outcomes["timeout"], n),
+        "out_of_memory": (outcomes["out_of_memory"], n),
+        "cancelled": (outcomes["cancelled"], n),
+        "length": (reasons.count("length"), len(reasons)),
+        "repetition": (sum(loops), len(loops)),
+        "invalid": (len(forms) - sum(forms), len(forms)),
+    }
 
 
 def _compare_rates(
     name: str,
     setting: _Setting,
-    canary: Sequence[Observation],
-    control: Sequence[Observation],
+    canary: tuple[int, int],
+    control: tuple[int, int],
     bounds: _Bounds,
     least_samples: int,
 ) -> Finding:
-    """Does it happen more often in the canary?"""
-    (a, m), (b, n) = _events(canary, name), _events(control, name)
+    """Does it happen more often in the canary? Events, and requests, of each arm."""
+    (a, m), (b, n) = canary, control
     if min(m, n) < least_samples:
         return _too_few(name, setting, m, n)
     check = setting.check
@@ -446,10 +454,10 @@ def summarize_cohort(observations: Sequence[Observation]) -> CohortSummary:
     told = [o for o in fine if o.accepted is not None and o.steps and o.completion_tokens]
     steps = sum(o.steps or 0 for o in told)
     tokens = sum(o.completion_tokens or 0 for o in told)
-    rates: dict[str, float | None] = {}
-    for name in _RATES:
-        events, asked = _events(observations, name)
-        rates[name] = events / asked if asked else None
+    rates = {
+        name: events / asked if asked else None
+        for name, (events, asked) in _tally(observations).items()
+    }
     tpot = _percentiles([o.tpot_ms for o in fine])
     return CohortSummary(
         n=len(observations),
