@@ -218,3 +218,35 @@ def test_the_tutorial_runs(cli, tmp_path, monkeypatch):
     check_page(tmp_path / "tried" / "report.html")
     assert (tmp_path / "tried" / "recommendation.json").exists()
     assert "Settings that differ" in check_page(tmp_path / "tomorrow" / "report.html")
+
+
+def test_profiles_of_our_own_server_take_turns(cli, tiny):
+    from outrider.testing.serving import fake_service, running_server
+
+    words = ("--set", "tiny.jsonl", "-c", "1", "--max-tokens", "32", "--full")
+    with running_server(fake_service()) as url:
+        result = cli("sweep", url, "--profiles", "fast", *words)
+        assert result.code == 0, result.err
+        wrong = cli("sweep", url, "--profiles", "slow", *words, "--out", "other")
+        assert wrong.code == 3 and "has no model 'fake@slow'" in wrong.err
+    run = Run.load("sweep")
+    profiles = {s["setting"]: s["told"]["profile"] for s in run.samples}
+    assert profiles == {"baseline": "baseline", "fast": "fast"}
+    told = json.loads((tiny / "sweep" / "recommendation.json").read_text())
+    assert told["verdicts"][0]["same_outputs"] == [6, 6]
+
+
+def test_charts_escape_what_they_show():
+    from outrider.evaluate import charts
+
+    name = "<b>&'\""
+    for chart in (
+        charts.dots([charts.Dot(name, 1.0, 0.5, 1.5)], title=name),
+        charts.lines({name: [(1, 1), (2, 3)]}, title=name, x_name=name, y_name=name),
+        charts.heat({name: [0.5, None]}, title=name, columns=[name, "2"]),
+        charts.stacks({name: {name: 1.0}}, title=name),
+        charts.timeline([1.0, 2.0], [0, 3], title=name),
+    ):
+        assert "<b>" not in chart and "&lt;b&gt;" in chart
+        Checker().feed(chart)
+    assert charts.dots([], title="x") == charts.timeline([], None, title="x") == ""

@@ -326,3 +326,22 @@ def test_settings_take_turns_every_few_prompts_where_all_can_be_open(tmp_path):
     assert turns[:6] == ["baseline", "ngram-k2", "ngram-k2", "baseline", "baseline", "ngram-k2"]
     order = [[s["id"] for s in run.samples if s["setting"] == name] for name in opened]
     assert sorted(order[0]) == sorted(order[1]) and len(run.cells) == 12
+
+
+def test_counters_do_not_speak_for_a_request_that_was_not_alone():
+    from outrider.backends.base import Ask
+
+    async def test():
+        backend = await connect(url)
+        try:
+            alone = backend.answer_alone(Ask("a long one", max_tokens=60))
+            others = (backend.answer(Ask(f"short {n}", max_tokens=4)) for n in range(3))
+            return (await asyncio.gather(alone, *others))[0]
+        finally:
+            await backend.close()
+
+    silent = MockSettings(tokens=2, faults=frozenset({"no-acceptance"}), step_ms=4)
+    with mock_engine(silent) as url:
+        answer = asyncio.run(test())
+    assert answer.acceptance is None
+    assert any("other requests ran beside this one" in note for note in answer.notes)
