@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -62,8 +63,11 @@ def ask(**more: Any) -> dict[str, Any]:
 
 
 def test_the_embedded_engine_says_the_same_under_both_profiles(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     fast = {"speculative": True, "method": "suffix", "rollout": "100%", "shadow": "100%"}
     rollout = config(tmp_path, {"fast": fast})
     server = embedded_config(rollout, {"engine": {"slots": 4, "context": 512}})
@@ -100,6 +104,7 @@ def test_the_embedded_engine_says_the_same_under_both_profiles(
     asyncio.run(test())
     out = capsys.readouterr().out
     assert "rolled_back" in out and "a test" in out
+    assert not [r for r in caplog.records if "server stopped" in str(vars(r).get("facts"))]
 
 
 def event(text: str) -> bytes:
@@ -258,5 +263,76 @@ def test_an_engine_that_does_not_come_up_says_why(command: list[str], words: str
         engine = Supervisor(command, root, told=lambda *what: None, patience=QUICK)
         with pytest.raises(EngineUnfit, match=words):
             await engine.start()
+
+    asyncio.run(test())
+
+
+VLLM = """#!{python}
+import http.server, json, sys
+words = sys.argv[1:]
+assert words[:2] == ["-m", "vllm.entrypoints.openai.api_server"], words
+given = dict(zip(words[2::2], words[3::2]))
+config = json.loads(given.get("--speculative-config", "null"))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(200, {{}})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if config and "min_p" in asked:
+            return self.answer(400, {{"error": {{"message": "min_p"}}}})
+        message = {{"role": "assistant", "content": json.dumps(config)}}
+        told = {{"choices": [{{"index": 0, "message": message, "finish_reason": "stop"}}],
+                "model": given["--served-model-name"],
+                "usage": {{"prompt_tokens": 2, "completion_tokens": 8}}}}
+        if config:
+            told["metrics"] = {{"speculative_decoding": {{
+                "num_accepted_draft_tokens": 4, "num_draft_tokens": 9, "num_spec_steps": 3,
+                "num_spec_tokens": 3, "acceptance_histogram": [0, 2, 1, 0]}}}}
+        self.answer(200, told)
+    def answer(self, status, told):
+        data = json.dumps(told).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(data)
+    def log_message(self, *words):
+        pass
+port = int(given["--port"])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_vllm_is_started_asked_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python-of-vllm"
+    program.write_text(VLLM.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("OUTRIDER_VLLM_PYTHON", str(program))
+    backend = {"engine": "vllm"}
+    spec = {
+        "speculative": True,
+        "method": "eagle3",
+        "drafter": "head",
+        "num_speculative_tokens": 3,
+        "rollout": "100%",
+        "backend": backend,
+    }
+    plain = {"speculative": False, "backend": backend}
+    rollout = config(tmp_path, {"baseline": plain, "spec": spec})
+
+    async def test() -> None:
+        async with served(rollout, None) as (api, admin), aiohttp.ClientSession() as session:
+            async with session.post(api + CHAT, json=ask()) as response:
+                assert response.headers["x-outrider-profile"] == "spec"
+                told = await response.json()
+            said = json.loads(told["choices"][0]["message"]["content"])
+            assert said == {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+            assert told["metrics"]["speculative_decoding"]["num_draft_tokens"] == 9
+            async with session.post(api + CHAT, json=ask(min_p=0.1)) as response:
+                assert response.headers["x-outrider-profile"] == "baseline"
+                assert "min_p" in response.headers["x-outrider-reason"]
+            async with session.get(admin + "/metrics") as response:
+                page = await response.text()
+                assert 'outrider_gateway_accepted_tokens_total{profile="spec"} 4.0' in page
 
     asyncio.run(test())

@@ -14,6 +14,7 @@ from outrider.serve.exchange import Exchange
 
 access = logging.getLogger("outrider.access")
 
+PROBES = ("/health", "/ready")
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -79,4 +80,6 @@ def log_request(exchange: Exchange, seconds: float) -> None:
         **exchange.facts,
     }
     level = logging.WARNING if status >= 500 else logging.INFO
+    if exchange.path in PROBES and status < 400:
+        level = logging.DEBUG  # somebody asks every second
     access.log(level, "request", extra={"facts": facts})

@@ -17,6 +17,7 @@ from outrider.backends.wire import reason, root_of
 from outrider.serve.wire import Message, Receive, Scope, Send
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+LAST_S = 1.0  # for what an application does behind its last byte
 AHEAD = 8  # parts that an application in this process may be ahead of its reader
 _BROKEN = (aiohttp.ClientError, OSError, ValueError)
 
@@ -205,6 +206,8 @@ class _AsgiReply:
         return await self._sent.get()
 
     async def close(self) -> None:
+        if self._over and not self._task.done():  # its last bytes are out: let it come to its end
+            await asyncio.wait({self._task}, timeout=LAST_S)
         self._gone.set()
         if not self._task.done():
             self._task.cancel()
