@@ -220,7 +220,10 @@ def engine_flags(kind: str, setting: Setting, *, folder: Path) -> list[str]:
     if setting.method == "none":
         return []
     if kind == "vllm":
-        return ["--speculative-config", json.dumps(vllm_config(setting))]
+        # Without the second flag nothing tells acceptance per request once several run at a time;
+        # it is an error without speculation, so it cannot stand in the user's own command.
+        told = ["--per-request-spec-decode-metrics", "detailed"]
+        return ["--speculative-config", json.dumps(vllm_config(setting)), *told]
     if kind == "sglang":
         return sglang_flags(setting)
     if kind == "llamacpp":

@@ -65,9 +65,10 @@ def notes(version: str | None) -> tuple[str, ...]:
     found = []
     if number and number < (0, 29):
         found.append(f"vLLM {version} tells no acceptance per request; counters are used")
-    if "cpu" in version:
+    if (0, 32) <= number < (0, 34):
         found.append(
-            "vLLM on CPU samples wrongly with speculation above temperature 0: trust greedy only"
+            "vLLM's CPU build samples wrongly with speculation above temperature 0: trust greedy "
+            "only, where this is one"
         )
     return tuple(found)
 

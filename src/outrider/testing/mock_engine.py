@@ -363,6 +363,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="mock_engine")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--speculative-config", type=json.loads, default={})
+    parser.add_argument("--per-request-spec-decode-metrics")  # always told
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--extra", type=float, default=0.03)
     parser.add_argument("--acceptance", type=float, default=0.7)
