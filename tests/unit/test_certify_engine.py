@@ -154,7 +154,7 @@ def test_exact_laws_are_the_targets_own():
     best = np.argsort(-logits)[:3]
     p = np.exp(logits[best] - logits[best].max())
     law = laws.law((1, 2))
-    assert law.tokens == tuple(best.tolist()) and law.complete
+    assert law.tokens == tuple(best.tolist()) and law.closed
     assert law.probabilities == pytest.approx((p / p.sum()).tolist(), rel=1e-6)
 
 
@@ -301,7 +301,8 @@ def test_a_true_server_passes():
         assert all(test.passed for test in found.tests(1e-6)), found.setting
         assert found.null.test().passed and found.requests == 400
         assert (found.accepted, found.drafted) == (400, 1600)
-        assert found.tallies[remote.AFTER_REJECTION].tokens == 400
+        decided = 400 if found.setting.name == "wide" else 200  # near-ties at the top-k's edge
+        assert decided <= found.tallies[remote.AFTER_REJECTION].tokens <= 400
         assert found.tallies[remote.AFTER_FULL].tokens == 0
 
 
@@ -398,12 +399,14 @@ def test_laws_follow_from_log_probabilities_where_these_decide():
     top = [(t, math.log(p)) for t, p in (("a", 0.5), ("b", 0.3), ("c", 0.1), ("d", 0.05))]
     plain = remote.law_of(top, Setting("plain", 1.0))
     assert plain is not None and plain.probabilities == pytest.approx((0.5, 0.3, 0.1, 0.05))
-    assert not plain.complete
+    assert not plain.closed
     narrow = remote.law_of(top, Setting("k", 0.5, top_k=2))
     assert narrow is not None and narrow.probabilities == pytest.approx((25 / 34, 9 / 34))
     nucleus = remote.law_of(top, Setting("p", 1.0, top_p=0.7))
     assert nucleus is not None and nucleus.tokens == ("a", "b")
     assert remote.law_of(top, Setting("edge", 1.0, top_p=0.8)) is None  # rounding decides
+    tie = [("a", math.log(0.5)), ("b", math.log(0.26)), ("c", math.log(0.24))]
+    assert remote.law_of(tie, Setting("k", 1.0, top_k=2)) is None  # near-tie at the edge
     assert remote.law_of(top, Setting("hot", 1.5)) is None  # the hidden mass is not bounded
     assert remote.law_of(top, Setting("k", 1.0, top_k=9)) is None  # five more are not listed
     assert remote.law_of([("a", -math.inf)], Setting("t", 1.0)) is None

@@ -74,12 +74,21 @@ def test_the_promised_power_shows_in_simulation_and_falls_with_fewer_tokens():
 
 
 def test_a_token_that_cannot_come_fails_at_once():
-    law = Law((3, 5), (0.75, 0.25))
+    law = Law((3, 5), (0.75, 0.25), closed=True)
     tally = Tally("narrow")
     for token in [3] * 70 + [5] * 29 + [4]:
         tally.add(law, token)
     found = tally.test()
     assert found.impossible == 1 and found.p_value == 0 and not found.passed
+
+
+def test_a_token_beyond_an_open_law_proves_nothing_by_itself():
+    law, tally, process = Law((3, 5), (0.75, 0.25)), Tally("open"), EProcess()
+    for token in [3] * 75 + [5] * 24 + [4]:
+        tally.add(law, token)
+    assert tally.test().passed and tally.test().impossible == 0
+    process.update(law, 4)
+    assert math.isfinite(process.log_e)
 
 
 def test_a_law_with_a_rest_allows_what_it_does_not_list():
@@ -143,5 +152,5 @@ def test_the_e_value_has_mean_one_at_most_under_the_null():
 
 def test_an_impossible_token_ends_the_e_process():
     process = EProcess()
-    process.update(Law((1,), (1.0,)), 2)
+    process.update(Law((1,), (1.0,), closed=True), 2)
     assert process.rejected and process.to_dict()["log_e"] is None

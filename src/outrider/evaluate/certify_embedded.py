@@ -170,22 +170,29 @@ class ExactLaws:
         ends = self._target.end_tokens
         for prefix in wanted:
             past = History(self.prompt, prefix, frozenset() if self._params.ignore_eos else ends)
-            self._laws[prefix] = listed(distribution(logits_NV[nodes[prefix]], self._params, past))
+            row = distribution(logits_NV[nodes[prefix]], self._params, past)
+            self._laws[prefix] = listed(row, exact=self._target.row_invariant)
 
     @torch.inference_mode()
     def _forward(self, segment: Segment) -> Forward:
         return self._target.forward([segment], self._cache)
 
 
-def listed(p_V: Tensor) -> Law:
-    """The likeliest tokens of a distribution [V] as a law."""
+def listed(p_V: Tensor, *, exact: bool) -> Law:
+    """The likeliest tokens of a distribution [V] as a law.
+
+    Args:
+        exact: the engine has the very same logits. Elsewhere a near-tie at a truncation's edge may
+            fall otherwise there, so that a token beyond it proves nothing by itself.
+    """
     p = p_V.double().numpy()
     support = np.flatnonzero(p)
-    if len(support) > LISTED:
+    whole = len(support) <= LISTED
+    if not whole:
         support = np.argpartition(p, len(p) - LISTED)[len(p) - LISTED :]
     order = support[np.argsort(-p[support], kind="stable")]
     mass = float(p.sum())
-    return Law(tuple(order.tolist()), tuple((p[order] / mass).tolist()))
+    return Law(tuple(order.tolist()), tuple((p[order] / mass).tolist()), closed=whole and exact)
 
 
 def token_classes(steps: Sequence[StepRecord]) -> list[str | None]:

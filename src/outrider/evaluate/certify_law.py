@@ -37,7 +37,7 @@ ALPHA = 1e-6
 POWER = 0.99
 EFFECT = 0.02
 _LEAST = 5.0  # expected count of a group that stands alone
-_SURE = 1e-9  # probability above which a listed distribution is not complete
+_UNLISTED = 1e-9  # least probability of all tokens that are not listed, where these can come
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,12 @@ class Law:
     Attributes:
         tokens: the likeliest tokens, by id or by name.
         probabilities: theirs; what is missing to 1 belongs to tokens that are not listed.
+        closed: no other token can come, as behind a top-k; one that does is a fault by itself.
     """
 
     tokens: tuple[Hashable, ...]
     probabilities: tuple[float, ...]
+    closed: bool = False
 
     def __post_init__(self) -> None:
         total = sum(self.probabilities)
@@ -70,14 +72,9 @@ class Law:
         groups = np.zeros(GROUPS)
         for rank, probability in enumerate(self.probabilities):
             groups[_group(rank)] += probability
-        groups[-1] += max(0.0, 1 - sum(self.probabilities))
+        groups[-1] += 0.0 if self.closed else max(_UNLISTED, 1 - sum(self.probabilities))
         grouped: Array = groups / groups.sum()
         return grouped
-
-    @cached_property
-    def complete(self) -> bool:
-        """Are all tokens that can come listed?"""
-        return 1 - sum(self.probabilities) < _SURE + 1e-6
 
     def group(self, token: Hashable) -> int:
         """The group of a token; the last for one that is not listed."""
@@ -87,7 +84,7 @@ class Law:
     def allows(self, token: Hashable) -> bool:
         """May it come at all?"""
         rank = self._ranks.get(token)
-        return not self.complete if rank is None else self.probabilities[rank] > 0
+        return not self.closed if rank is None else self.probabilities[rank] > 0
 
     def total_variation(self, other: Law) -> float:
         """Between the groups of two laws of the same tokens: half the sum of the differences."""

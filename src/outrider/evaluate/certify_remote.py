@@ -22,6 +22,8 @@ TOP = (20, 5)  # log-probabilities asked for; the second where the first is refu
 AT_ONCE = 32
 SLACK = 1e-3  # mass of unlisted tokens that may be uncertain
 TIE = 0.3  # nats: bf16 logits near 20 are 0.125 apart, two of them on each side
+EDGE = 0.15  # nats between the last token of a top-k and the next: below, either may be in it
+NUCLEUS_EDGE = 0.02  # mass between the nucleus's edge and top-p: below, likewise
 SABOTAGE = 0.15  # total variation that the sabotage run aims for
 _IDS = "token_id:"
 
@@ -138,6 +140,8 @@ def law_of(top: Sequence[tuple[str, float]], setting: Setting) -> Law | None:
     kept = ranked[: setting.top_k] if setting.top_k else ranked
     if setting.top_k and len(kept) < setting.top_k and rest > SLACK:
         return None
+    if setting.top_k and len(ranked) > len(kept) and kept[-1][1] - ranked[len(kept)][1] < EDGE:
+        return None  # in the numbers of another pass, another token may be the last
     weights = [math.exp(power * p) for _, p in kept]
     hidden, unsure = 0.0, 0.0
     if not setting.top_k:
@@ -158,7 +162,8 @@ def law_of(top: Sequence[tuple[str, float]], setting: Setting) -> Law | None:
             return None
         kept, mass = kept[:cut], sum(shares[:cut])
         shares = [share / mass for share in shares[:cut]]
-    return Law(tuple(t for t, _ in kept), tuple(shares))
+    closed = bool(setting.top_k) or setting.top_p < 1
+    return Law(tuple(t for t, _ in kept), tuple(shares), closed=closed)
 
 
 def _nucleus(shares: Sequence[float], top_p: float) -> int | None:
@@ -166,7 +171,7 @@ def _nucleus(shares: Sequence[float], top_p: float) -> int | None:
     mass = 0.0
     for count, share in enumerate(shares, 1):
         mass += share
-        if abs(mass - top_p) < 2 * SLACK:
+        if abs(mass - top_p) < NUCLEUS_EDGE:
             return None  # a rounding decides on which side of the edge it ends
         if mass > top_p:
             return count
