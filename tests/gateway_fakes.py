@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,11 +16,14 @@ from outrider.serve.config import make_config
 from outrider.serve.gateway.app import AdminApp, GatewayApp
 from outrider.serve.gateway.gateway import Gateway
 from outrider.serve.gateway.lanes import Lane
+from outrider.serve.gateway.run import serve_rollout
 from outrider.serve.gateway.upstream import AsgiUpstream
+from outrider.serve.service import Service
 from outrider.testing.asgi import AsgiClient, Response
 from outrider.testing.engine import FakeEngine
 
 CHAT = "/v1/chat/completions"
+WAIT_S = 20
 _Result = TypeVar("_Result")
 
 
@@ -122,3 +126,25 @@ def with_gateway(
             await gateway.stop()
 
     return asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def served(rollout: RolloutConfig, embedded: Service | None) -> AsyncIterator[list[str]]:
+    """The addresses of the clients' port and of the operators'."""
+    addresses: list[str] = []
+    task = asyncio.create_task(
+        serve_rollout(
+            rollout, source=None, embedded=embedded, listening=addresses.append, signals=False
+        )
+    )
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while len(addresses) < 2 and not task.done():
+                await asyncio.sleep(0.01)
+        if task.done():
+            task.result()
+        yield addresses
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

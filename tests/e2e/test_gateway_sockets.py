@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway_fakes import served
 from outrider.backends.base import EngineUnfit
 from outrider.backends.supervise import Patience, Supervisor
 from outrider.cli.main import run
@@ -22,7 +23,6 @@ from outrider.cli.session import Session
 from outrider.engine import FixedBudget
 from outrider.rollout.config import RolloutConfig, make_rollout
 from outrider.serve.gateway.engines import embedded_config
-from outrider.serve.gateway.run import serve_rollout
 from outrider.serve.service import Service
 from outrider.testing.serving import FakeModel
 
@@ -33,28 +33,6 @@ WAIT_S = 20
 def config(tmp_path: Path, profiles: dict[str, Any]) -> RolloutConfig:
     values = {"target": "fake", "profiles": profiles, "state": str(tmp_path / "state")}
     return make_rollout({**values, "port": 0, "admin_port": 0})
-
-
-@contextlib.asynccontextmanager
-async def served(rollout: RolloutConfig, embedded: Service | None) -> AsyncIterator[list[str]]:
-    """The addresses of the clients' port and of the operators'."""
-    addresses: list[str] = []
-    task = asyncio.create_task(
-        serve_rollout(
-            rollout, source=None, embedded=embedded, listening=addresses.append, signals=False
-        )
-    )
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while len(addresses) < 2 and not task.done():
-                await asyncio.sleep(0.01)
-        if task.done():
-            task.result()
-        yield addresses
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def ask(**more: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import aiohttp
 import yaml
-from test_gateway_sockets import CHAT, ask, served
+from test_gateway_sockets import ask
 
+from gateway_fakes import CHAT, served
 from outrider.cli.main import run
 from outrider.cli.session import Session
 from outrider.engine import FixedBudget
