@@ -53,6 +53,7 @@ def distribution(**changes: object) -> Distribution:
 def test_a_law_that_holds_passes_and_states_its_power():
     section = judge_distribution(distribution())
     assert section.verdict == "pass", section.reasons
+    assert "weaker than a full certificate" in section.summary
     assert "power 0.99" in section.summary and section.details["false_alarm_at_most"] <= 1e-4
     assert section.details["power_simulated"] < 0.5  # 2,000 tokens do not find 0.02, and say so
 

@@ -181,6 +181,8 @@ def _distribution_summary(
         f"{smallest} would have been found with power {POWER:g} (one of {effect:g}: "
         f"{power:.2f} in simulation)."
     )
+    if pooled.detectable is None or pooled.detectable > 1.1 * effect:
+        text += f" That is weaker than a full certificate, which finds {effect:g}."
     if compared:
         bound = max(float(c["total_variation_at_most"]) for c in found.couplings)
         text += (
