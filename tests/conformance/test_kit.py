@@ -14,7 +14,6 @@ from outrider.drafters import conformance as kit
 from outrider.drafters.base import Commit, Drafter, Needs, NodeBudget, SequenceView
 from outrider.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from outrider.drafters.hybrid import HybridDrafter, Member
-from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.drafters.none import NoneDrafter
 from outrider.drafters.replay import Recording, ReplayDrafter
@@ -123,7 +122,9 @@ MAKERS: dict[str, Callable[[], Drafter]] = {
     "draft-chain": lambda: draft_model(1),
     "draft-tree": lambda: draft_model(3),
     "hybrid": lambda: HybridDrafter([Member(SuffixDrafter()), Member(draft_model(1), cost=0.1)]),
-    "merged": lambda: MergedDrafter([Member(SuffixDrafter()), Member(draft_model(2), cost=0.1)]),
+    "hybrid-tree": lambda: HybridDrafter(
+        [Member(SuffixDrafter()), Member(draft_model(2), cost=0.1)]
+    ),
     "table": TableDrafter,
     "features": FeatureDrafter,
 }

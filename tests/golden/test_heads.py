@@ -13,7 +13,6 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.growth import TreeShape
 from outrider.drafters.heads import make_drafter
 from outrider.drafters.hybrid import HybridDrafter, Member
-from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Completion, Engine, EngineConfig, FixedBudget
 from outrider.kernels import native
@@ -21,7 +20,7 @@ from outrider.kernels import native
 pytestmark = pytest.mark.skipif(bool(native.unavailable()), reason="no native kernels here")
 
 HEADS = ("medusa", "eagle", "eagle-chain", "eagle3", "eagle3-chain", "eagle3.1")
-DRAFTERS = (*HEADS, "hybrid", "merged")
+DRAFTERS = (*HEADS, "hybrid")
 SAMPLING: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "warm": {"temperature": 0.7},
@@ -37,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(name: str, folder: Path) -> Drafter:
-    kind = "eagle3" if name in ("hybrid", "merged") else name.removesuffix("-chain")
+    kind = "eagle3" if name == "hybrid" else name.removesuffix("-chain")
     shape = TreeShape(1, 1) if name.endswith("-chain") else TreeShape(3, 2)
     head = make_drafter(
         trained_head(kind, folder),
@@ -47,14 +46,9 @@ def build(name: str, folder: Path) -> Drafter:
         sequences=4,
         length=96,
     )
-    members = [Member(SuffixDrafter()), Member(head, cost=0.05)]
-    match name:
-        case "hybrid":
-            return HybridDrafter(members)
-        case "merged":
-            return MergedDrafter(members)
-        case _:
-            return head
+    if name != "hybrid":
+        return head
+    return HybridDrafter([Member(SuffixDrafter()), Member(head, cost=0.05)])
 
 
 def run(drafter: Drafter | None, sampling: str, *, slots: int, rule: str) -> list[Completion]:

@@ -1,9 +1,12 @@
-"""Several drafters, one at a time: per sequence, the one that promises the most per unit of time.
+"""Several drafters at once: their guesses in one tree.
 
-A drafter that costs nothing is asked and judged by what it offers; one that costs time is judged by
-its record before it is asked, so a good free guess saves its cost. The promise of a guess is
-(1 + expected accepted tokens) / (1 + relative drafting cost), after the hybrid rule of
-SuffixDecoding (arXiv 2411.04975), with confidences recalibrated by what was really accepted.
+Paths that two members share become one, the others are siblings, and the best nodes stay. Rows of
+the target's pass cost little beside a pass, so covering two opinions pays where neither is sure.
+Free members are asked always; one that costs time is left out while the free ones are sure of
+themselves. Taking only the best member's guess (the rule of SuffixDecoding, arXiv 2411.04975) was
+tried and accepts less (docs/log.md).
+
+Confidences are made comparable by what was really accepted of each member.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.core.tree import DraftTree
+from outrider.core.tree import NO_PARENT, DraftTree
 from outrider.drafters.acceptance import AcceptanceTable, outcomes
 from outrider.drafters.base import Commit, Drafter, Needs, NodeBudget, SequenceView
 from outrider.errors import InvalidParameter
 
-PROBE_EVERY = 32  # steps after which an unasked drafter is asked again
+SURE = 3.0  # expected accepted guesses of the free members that make a costly one superfluous
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,19 @@ def narrowed(commit: Commit, needs: Needs, drafter: Drafter) -> Commit:
     )
 
 
-def promise(expected: float, *, cost: float, depth: int) -> float:
-    """Expected tokens per unit of time if ``expected`` guesses of a draft are accepted."""
-    return (1.0 + expected) / (1.0 + cost * depth)
-
-
 class _State:
-    """What is known of one sequence: a table per member, and the last tree offered."""
+    """What is known of one sequence: a table per member, and what each offered last.
 
-    def __init__(self, parents: Sequence[AcceptanceTable]) -> None:
-        self.tables = [AcceptanceTable(parent, memory=40.0) for parent in parents]
-        self.idle = [0] * len(parents)
-        self.last: tuple[int, DraftTree] | None = None
+    Nothing is learned across sequences, so that a guess does not depend on who else is served.
+    """
+
+    def __init__(self, members: int) -> None:
+        self.tables = [AcceptanceTable(memory=40.0) for _ in range(members)]
+        self.last: dict[int, DraftTree] = {}
 
 
 class HybridDrafter:
-    """Asks its members in order of cost and takes the best promise."""
+    """Asks its members in order of cost and merges their trees."""
 
     def __init__(self, members: Sequence[Member], *, name: str = "hybrid") -> None:
         if not members:
@@ -68,40 +68,33 @@ class HybridDrafter:
         self.needs = Needs(
             tuple(layers), memory_bytes=sum(m.drafter.needs.memory_bytes for m in members)
         )
-        self._parents = [AcceptanceTable() for _ in members]
         self._states: dict[int, _State] = {}
 
     def observe(self, commits: Sequence[Commit]) -> None:
         for commit in commits:
             state = self._state(commit.sequence)
-            if state.last is not None and commit.tokens:
-                index, tree = state.last
-                state.tables[index].update(outcomes(tree, commit.tokens))
-                state.last = None
+            if commit.tokens:
+                for index, tree in state.last.items():
+                    state.tables[index].update(outcomes(tree, commit.tokens))
+                state.last = {}
         for member in self._members:
             member.drafter.observe([narrowed(c, self.needs, member.drafter) for c in commits])
 
     def propose(
         self, views: Sequence[SequenceView], budgets: Sequence[NodeBudget]
     ) -> list[DraftTree]:
-        best = [DraftTree.root_only(view.root) for view in views]
-        promises = [promise(0.0, cost=0.0, depth=0)] * len(views)
+        merges = [Merge(view.root) for view in views]
         for index, member in enumerate(self._members):
-            asked = [
-                i
-                for i, (view, budget) in enumerate(zip(views, budgets, strict=True))
-                if self._worth_asking(index, view, budget, promises[i])
-            ]
+            asked = [i for i, m in enumerate(merges) if not member.cost or m.expected < SURE]
             if not asked:
                 continue
             trees = member.drafter.propose([views[i] for i in asked], [budgets[i] for i in asked])
             for i, tree in zip(asked, trees, strict=True):
-                offered = self._promise_of(index, views[i], tree)
-                # What has been drafted is paid for: a tree that cost time only has to be better.
-                if len(tree) > 1 and offered > promises[i]:
-                    best[i], promises[i] = tree, offered
-                    self._state(views[i].id).last = (index, tree)
-        return best
+                state = self._state(views[i].id)
+                if len(tree) > 1:
+                    state.last[index] = tree
+                    merges[i].add(tree, state.tables[index].path_probabilities(tree))
+        return [merge.tree(budget.nodes) for merge, budget in zip(merges, budgets, strict=True)]
 
     def forget(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
@@ -110,29 +103,55 @@ class HybridDrafter:
             member.drafter.forget(sequences)
 
     def _state(self, sequence: int) -> _State:
-        return self._states.setdefault(sequence, _State(self._parents))
+        return self._states.setdefault(sequence, _State(len(self._members)))
 
-    def _worth_asking(
-        self, index: int, view: SequenceView, budget: NodeBudget, beaten: float
-    ) -> bool:
-        """Free members always; others when their record beats what is on the table, or to look."""
-        member = self._members[index]
-        if member.cost == 0.0:
-            return True
-        state = self._state(view.id)
-        table = state.tables[index]
-        chance, expected, best = 1.0, 0.0, 0.0
-        for depth in range(1, min(budget.depth, budget.nodes) + 1):
-            chance *= table.at_level(depth)
-            expected += chance
-            best = max(best, promise(expected, cost=member.cost, depth=depth))
-        state.idle[index] += 1
-        if best <= beaten and state.idle[index] < PROBE_EVERY:
-            return False
-        state.idle[index] = 0
-        return True
 
-    def _promise_of(self, index: int, view: SequenceView, tree: DraftTree) -> float:
-        chances = self._state(view.id).tables[index].path_probabilities(tree)
-        cost = self._members[index].cost
-        return promise(sum(chances[1:]), cost=cost, depth=max(tree.depths))
+class Merge:
+    """The union of trees with the same root; a pure value apart from `add`."""
+
+    def __init__(self, root: int) -> None:
+        self._tokens = [root]
+        self._parents = [NO_PARENT]
+        self._own = [1.0]  # the chance of a node, given its parent
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, tree: DraftTree, chances: Sequence[float]) -> None:
+        """Take in a tree, with the chance that each node is on the accepted path."""
+        place = [0]
+        for node in range(1, len(tree)):
+            parent = place[tree.parents[node]]
+            above = chances[tree.parents[node]]
+            own = chances[node] / above if above > 0 else 0.0
+            key = (parent, tree.tokens[node])
+            found = self._children.get(key)
+            if found is None:
+                found = self._children[key] = len(self._tokens)
+                self._tokens.append(tree.tokens[node])
+                self._parents.append(parent)
+                self._own.append(own)
+            else:  # two opinions: at least as likely as the surer one says
+                self._own[found] = max(self._own[found], own)
+            place.append(found)
+
+    def _chances(self) -> list[float]:
+        chances = [1.0]
+        for node in range(1, len(self._tokens)):
+            chances.append(chances[self._parents[node]] * self._own[node])
+        return chances
+
+    @property
+    def expected(self) -> float:
+        """Accepted guesses that the tree promises."""
+        return sum(self._chances()[1:])
+
+    def tree(self, nodes: int) -> DraftTree:
+        """The best nodes; a parent comes before its children, which never beat it."""
+        chances = self._chances()
+        order = sorted(range(1, len(chances)), key=lambda n: (-chances[n], n))
+        kept = [0, *order[:nodes]]
+        place = {node: index for index, node in enumerate(kept)}
+        return DraftTree(
+            tuple(self._tokens[node] for node in kept),
+            tuple(place[self._parents[node]] if node else NO_PARENT for node in kept),
+            confidence=tuple(min(self._own[node], 1.0) for node in kept),
+        )

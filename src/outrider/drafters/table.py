@@ -27,7 +27,6 @@ from outrider.drafters.draft_model import (
 from outrider.drafters.eagle import EagleDrafter
 from outrider.drafters.heads import STYLES, build_head, style_in
 from outrider.drafters.hybrid import HybridDrafter, Member
-from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoneDrafter
 from outrider.drafters.replay import ReplayDrafter
@@ -103,11 +102,6 @@ def _hybrid(argument: str, setting: Setting) -> Drafter:
     return HybridDrafter([_member(spec, setting) for spec in specs])
 
 
-def _merged(argument: str, setting: Setting) -> Drafter:
-    specs = [part.replace("=", ":", 1) for part in (argument or "suffix+ngram").split("+")]
-    return MergedDrafter([_member(spec, setting) for spec in specs])
-
-
 def _member(spec: str, setting: Setting) -> Member:
     drafter = build_drafter(spec, setting)
     if isinstance(drafter, DraftModelDrafter | EagleDrafter):
@@ -135,7 +129,6 @@ BUILDERS: dict[str, Builder] = {
     "suffix": _plain(SuffixDrafter),
     "draft_model": _draft_model,
     "hybrid": _hybrid,
-    "merged": _merged,
     "replay": _replay,
     **{style: _head(style) for style in STYLES},
 }
