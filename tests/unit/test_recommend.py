@@ -245,3 +245,5 @@ def test_a_baseline_that_drifts_is_told():
 def test_a_step_that_seems_cheaper_than_a_plain_one_is_told():
     found = judge(samples("baseline", 1), samples("ngram-k4", 2.5, tau=1.5))
     assert any("cannot be cheaper" in note for note in found.notes)
+    assert found.headline().endswith("Doubtful: see the notes.")
+    assert found.verdicts[0].break_even_rate == 0.0

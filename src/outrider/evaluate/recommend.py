@@ -153,7 +153,17 @@ class Recommendation:
         choice = next(c for c in self.choices if c.setting == self.setting.name)
         gain = said(choice.speedup)
         temperature = f" at temperature {choice.temperature:g}"
-        return f"Use {self.setting.name}: {gain} at {choice.load}{temperature}."
+        doubt = " Doubtful: see the notes." if self._doubtful(choice) else ""
+        return f"Use {self.setting.name}: {gain} at {choice.load}{temperature}.{doubt}"
+
+    def _doubtful(self, choice: Choice) -> bool:
+        """The numbers behind the choice cannot be right."""
+        return any(
+            v.cost is not None and v.cost < TOO_CHEAP
+            for v in self.verdicts
+            if (v.setting, v.temperature, v.load)
+            == (choice.setting, choice.temperature, choice.load)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -366,7 +376,7 @@ def _break_even(tau: float | None, rate: float | None, cost: float | None) -> fl
     """tau - 1 is proportional to the acceptance rate where as much is drafted per step."""
     if tau is None or rate is None or cost is None or tau <= 1 or rate <= 0:
         return None
-    return rate * (cost - 1) / (tau - 1)
+    return max(0.0, rate * (cost - 1) / (tau - 1))
 
 
 def split(plain: Sequence[Sample], other: Sequence[Sample], tau: float | None) -> Split | None:
