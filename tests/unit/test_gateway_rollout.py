@@ -253,3 +253,30 @@ def test_a_slow_reader_does_not_make_a_profile_slow(tmp_path: Path) -> None:
         assert world.sample(name, **labels) == 0
 
     with_gateway(rollout(tmp_path), test)
+
+
+def test_requests_that_went_badly_are_kept_and_prompts_only_where_asked(tmp_path: Path) -> None:
+    async def test(world: World) -> None:
+        world.engines["spec"].status = 500
+        await world.ask("call me on 0123 456789")
+        world.engines["spec"].status = None
+        await world.ask("fine")
+
+    for text in (False, True):
+        folder = tmp_path / f"kept-{text}"
+        values = rollout(tmp_path / str(text), feedback={"folder": str(folder), "text": text})
+        with_gateway(values, test)
+        cases = [json.loads(line) for line in (folder / "cases.jsonl").read_text().splitlines()]
+        assert [case["reason"] for case in cases] == ["failed"]
+        kept = (folder / "regression.jsonl").exists()
+        assert kept == text
+        everything = "".join(path.read_text() for path in folder.iterdir())
+        assert "0123" not in everything  # the gateway was given no redaction: text is withheld
+
+
+def test_a_reload_without_a_file_is_refused(tmp_path: Path) -> None:
+    async def test(world: World) -> None:
+        answer = await world.admin.request("POST", "/rollout/reload", {})
+        assert answer.status == 409 and "restart" in answer.json()["error"]["message"]
+
+    with_gateway(rollout(tmp_path), test)

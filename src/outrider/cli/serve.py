@@ -147,6 +147,7 @@ def _run_rollout(
     """The gateway, with the embedded engine behind it where a profile wants that."""
     import asyncio
 
+    from outrider.evaluate.redact import Redactor
     from outrider.rollout.config import load_rollout
     from outrider.serve.gateway.engines import embedded_config
     from outrider.serve.gateway.run import serve_rollout
@@ -182,7 +183,14 @@ def _run_rollout(
     def listening(address: str) -> None:
         session.err.print(f"listening on {address}", markup=False)
 
-    asyncio.run(serve_rollout(config, source=path, embedded=embedded, listening=listening))
+    redactor = Redactor()
+
+    def redact(text: str) -> str:
+        return redactor.conversation([text])[0]
+
+    asyncio.run(
+        serve_rollout(config, source=path, embedded=embedded, listening=listening, redact=redact)
+    )
 
 
 def _print_hash(session: Session) -> None:

@@ -28,6 +28,7 @@ from outrider.rollout.controller import Controller
 from outrider.serve.errors import ApiError, bad_request, overloaded
 from outrider.serve.exchange import Exchange
 from outrider.serve.gateway.attempt import Attempt, Result
+from outrider.serve.gateway.feedback import Feedback
 from outrider.serve.gateway.guards import Full
 from outrider.serve.gateway.lanes import Lane, Request, monotonic
 from outrider.serve.gateway.metrics import GatewayMetrics
@@ -66,6 +67,7 @@ class Flow:
     Args:
         stage: gives what is in force.
         controller: told of every cohort's requests and of hard events.
+        feedback: told of every request of a canary.
         wall: for observations.
     """
 
@@ -75,13 +77,15 @@ class Flow:
         controller: Controller,
         metrics: GatewayMetrics,
         *,
+        feedback: Feedback,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._stage = stage
+        self._feedback = feedback
         self._controller = controller
         self._metrics = metrics
         self._wall = wall
-        self.mirrors = Mirrors(controller, metrics, wall=wall)
+        self.mirrors = Mirrors(controller, metrics, feedback=feedback, wall=wall)
 
     async def answer(self, exchange: Exchange, body: Mapping[str, Any]) -> None:
         """Answer one request.
@@ -157,6 +161,7 @@ class Flow:
         )
         if assignment.reason == "split":
             self._controller.observe(assignment.profile, "canary", seen)
+            self._feedback.consider(assignment.profile, seen, request.body)
         for name in assignment.control_for:
             self._controller.observe(name, "control", seen)
         self._count(assignment, result)

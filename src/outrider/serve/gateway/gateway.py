@@ -20,13 +20,15 @@ import aiohttp
 from outrider.backends.connect import DIALECTS
 from outrider.backends.openai import read_counters
 from outrider.backends.prometheus import NotPrometheus, parse
-from outrider.errors import OutriderError
+from outrider.errors import InvalidParameter, OutriderError
 from outrider.rollout.audit import Ledger
 from outrider.rollout.config import BASELINE, RolloutConfig, load_rollout
 from outrider.rollout.controller import Controller
+from outrider.rollout.feedback import Drift
 from outrider.rollout.ramp import Change, GateResult
 from outrider.rollout.verdict import Report
 from outrider.serve.gateway.engines import close_when_idle, modified
+from outrider.serve.gateway.feedback import Feedback, withhold
 from outrider.serve.gateway.flow import Flow, Stage
 from outrider.serve.gateway.lanes import Lane, monotonic
 from outrider.serve.gateway.metrics import BREAKER, PHASES, GatewayMetrics
@@ -51,6 +53,7 @@ class Gateway:
         gates: see `Controller`.
         source: the file to watch; `None` watches none.
         rebuild: makes lanes for another configuration, given those that there are.
+        redact: takes personal data out of prompts that are kept as feedback.
         wall: wall-clock seconds.
 
     Raises:
@@ -65,6 +68,7 @@ class Gateway:
         gates: Callable[[str], GateResult],
         source: Path | None = None,
         rebuild: Rebuild | None = None,
+        redact: Callable[[str], str] = withhold,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.stage = Stage(config, dict(lanes))
@@ -88,7 +92,13 @@ class Gateway:
             changed=self._changed,
             judged=self._judged,
         )
-        self.flow = Flow(lambda: self.stage, self.controller, self.metrics, wall=wall)
+        self.flow = Flow(
+            lambda: self.stage,
+            self.controller,
+            self.metrics,
+            feedback=Feedback(config, redact=redact, drifted=self._drifted),
+            wall=wall,
+        )
 
     @property
     def ready(self) -> bool:
@@ -144,7 +154,8 @@ class Gateway:
         Raises:
             OutriderError: the file or what it asks for is wrong; all stays as it was.
         """
-        assert self._source is not None and self._rebuild is not None
+        if self._source is None or self._rebuild is None:
+            raise InvalidParameter("this rollout was not started from a file; restart it")
         self._read = modified(self._source)
         config = load_rollout(self._source)
         old = self.stage
@@ -210,6 +221,11 @@ class Gateway:
         if change.hard and change.profile in self.stage.lanes:
             self.stage.lanes[change.profile].cut()
         self._tell({"type": "change", **change.to_dict()})
+
+    def _drifted(self, profile: str, drift: Drift) -> None:
+        log.warning("profile %s: %s", profile, ascii(drift.why))
+        self.metrics.drifts.labels(profile).inc()
+        self._tell({"type": "drift", "profile": profile, "why": drift.why})
 
     def _judged(self, report: Report) -> None:
         told = {"type": "verdict", **report.to_dict()}

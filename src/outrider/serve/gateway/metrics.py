@@ -101,6 +101,9 @@ class GatewayMetrics:
         self.skipped = self._counter(
             "outrider_gateway_mirrors_skipped", "Mirrors that found no room.", "profile"
         )
+        self.drifts = self._counter(
+            "outrider_rollout_drifts", "Times that acceptance of a prompt type drifted.", "profile"
+        )
         self.weight = self._gauge(
             "outrider_rollout_weight_ratio", "Share of eligible traffic.", "profile"
         )

@@ -18,6 +18,7 @@ from outrider.rollout.assign import Assignment, RequestFacts, bucket
 from outrider.rollout.config import BASELINE
 from outrider.rollout.controller import Controller
 from outrider.serve.gateway.attempt import Attempt, Result
+from outrider.serve.gateway.feedback import Feedback
 from outrider.serve.gateway.guards import Full
 from outrider.serve.gateway.lanes import Lane, Request, monotonic
 from outrider.serve.gateway.metrics import GatewayMetrics
@@ -55,8 +56,14 @@ class Mirrors:
     """All copies under way."""
 
     def __init__(
-        self, controller: Controller, metrics: GatewayMetrics, *, wall: Callable[[], float]
+        self,
+        controller: Controller,
+        metrics: GatewayMetrics,
+        *,
+        feedback: Feedback,
+        wall: Callable[[], float],
     ) -> None:
+        self._feedback = feedback
         self._controller = controller
         self._metrics = metrics
         self._wall = wall
@@ -128,7 +135,7 @@ class Mirrors:
         if lane.name != BASELINE:
             self._told(name, copy, original, pair.request, facts)
         if original is not None and not lane.profile.approximate:
-            self._compare(name, original, copy, pair.request, exact=exact)
+            self._compare(name, original, copy, pair.request, facts, exact=exact)
 
     def _told(
         self,
@@ -153,7 +160,14 @@ class Mirrors:
             self._controller.observe(name, "canary" if arm == "canary" else "control", seen)
 
     def _compare(
-        self, name: str, original: Result, copy: Result, request: Request, *, exact: bool
+        self,
+        name: str,
+        original: Result,
+        copy: Result,
+        request: Request,
+        facts: RequestFacts,
+        *,
+        exact: bool,
     ) -> None:
         if original.fault or copy.fault or not comparable(request.body, exact=exact):
             return
@@ -161,6 +175,10 @@ class Mirrors:
         self._metrics.compared.labels(name, agreement).inc()
         if agreement == "different":
             self._controller.wire(name, "parity", detail=f"{request.request_id}: {where}")
+            seen = observation(
+                copy, facts, body=request.body, request_id=request.request_id, at=self._wall()
+            )
+            self._feedback.consider(name, seen, request.body, different=True)
 
 
 def _for_copy(lane: Lane, request: Request, *, exact: bool) -> Request:

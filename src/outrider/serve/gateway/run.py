@@ -15,6 +15,7 @@ from outrider.serve.app import App
 from outrider.serve.config import ServerConfig, make_config
 from outrider.serve.gateway.app import AdminApp, GatewayApp, admin_keys
 from outrider.serve.gateway.engines import Engines
+from outrider.serve.gateway.feedback import withhold
 from outrider.serve.gateway.flow import Stage
 from outrider.serve.gateway.gateway import Gateway
 from outrider.serve.gateway.lanes import Lane
@@ -44,11 +45,18 @@ class Running:
         config: the rollout.
         source: its file, which is watched.
         embedded: the embedded engine's service; `None` where no profile wants it.
+        redact: takes personal data out of prompts that are kept as feedback.
     """
 
     def __init__(
-        self, config: RolloutConfig, *, source: Path | None, embedded: Service | None
+        self,
+        config: RolloutConfig,
+        *,
+        source: Path | None,
+        embedded: Service | None,
+        redact: Callable[[str], str] = withhold,
     ) -> None:
+        self._redact = redact
         self.config = config
         self._source = source
         self._embedded = embedded
@@ -72,7 +80,12 @@ class Running:
 
         lanes = await engines.lanes(self.config)
         self.gateway = Gateway(
-            self.config, lanes, gates=self._gates, source=self._source, rebuild=rebuild
+            self.config,
+            lanes,
+            gates=self._gates,
+            source=self._source,
+            rebuild=None if self._source is None else rebuild,
+            redact=self._redact,
         )
         await self.gateway.start()
         return self.gateway
@@ -101,6 +114,7 @@ async def serve_rollout(
     embedded: Service | None,
     listening: Callable[[str], None],
     signals: bool = True,
+    redact: Callable[[str], str] = withhold,
 ) -> None:
     """Serve a rollout until a signal comes or the task is cancelled.
 
@@ -109,7 +123,7 @@ async def serve_rollout(
         EngineUnfit: the baseline's engine cannot be had.
     """
     api, admin = edges(config)
-    running = Running(config, source=source, embedded=embedded)
+    running = Running(config, source=source, embedded=embedded, redact=redact)
     try:
         gateway = await running.start()
 
