@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from outrider.evaluate.workloads import Prompt
 
 PLAIN = "none"
+BEST = "best"  # suffixes, with the trained head that ships for the target
 
 
 # Family to temperature: one is sampled, since the tokens are the same there too.
@@ -54,17 +55,25 @@ class Pair:
 def demo(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="The model to run.")] = options.DEFAULT_TARGET,
-    drafter: options.Drafter = options.DEFAULT_DRAFTER,
+    drafter: options.Drafter = BEST,
     max_tokens: options.MaxTokens = 96,
     seed: options.Seed = 7,
     weights: options.Weights = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Answer five prompts with and without speculation, and compare them token by token."""
+    """Answer five prompts with and without speculation, and compare them token by token.
+
+    The drafter "best" is suffixes together with the trained head that ships for the target.
+    """
     session: Session = context.obj
     params = options.sampling(temperature=0.0, max_tokens=max_tokens, seed=seed)
-    check_drafter(drafter)
+    if drafter != BEST:
+        check_drafter(drafter)
     loaded = session.model(target, weights=weights, threads=threads)
+    if drafter == BEST:
+        from outrider.drafters.table import best_spec
+
+        drafter = best_spec(loaded.target, loaded.source)
     engine = session.engine(loaded, [drafter], reuse_prefix=False)
     pairs = [
         run_pair(session, loaded, engine, replace(params, temperature=temperature), prompt, drafter)

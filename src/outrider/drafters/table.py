@@ -25,13 +25,14 @@ from outrider.drafters.draft_model import (
     vocabulary_differences,
 )
 from outrider.drafters.eagle import EagleDrafter
-from outrider.drafters.heads import STYLES, build_head, style_in
+from outrider.drafters.heads import STYLES, build_head, runnable, shipped_head, style_in
 from outrider.drafters.hybrid import HybridDrafter, Member
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoneDrafter
 from outrider.drafters.replay import ReplayDrafter
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.errors import InvalidParameter
+from outrider.errors import DrafterMismatch, InvalidParameter, ModelError
+from outrider.models.heads.fit import folder_facts
 from outrider.models.load import load_model
 from outrider.models.target import Target
 from outrider.models.tokenizer import Tokenizer
@@ -132,6 +133,17 @@ BUILDERS: dict[str, Builder] = {
     "replay": _replay,
     **{style: _head(style) for style in STYLES},
 }
+
+
+def best_spec(target: Target, source: Path) -> str:
+    """What drafts best for a target without training: suffixes, together with the EAGLE-3 head
+    that ships for it where there is one."""
+    try:
+        shipped_head("eagle3", folder_facts(source, name=target.name))
+        runnable(target)
+    except (InvalidParameter, DrafterMismatch, ModelError):
+        return "suffix"
+    return "hybrid:suffix+eagle3"
 
 
 def drafter_names() -> list[str]:
