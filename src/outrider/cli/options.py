@@ -29,7 +29,7 @@ Drafter = Annotated[
     typer.Option(
         "--drafter",
         "-d",
-        help="none, ngram, suffix, hybrid, draft_model:PATH, replay:FILE, or a plug-in's name.",
+        help="none, ngram, suffix, eagle3, medusa:DIR, draft_model:PATH, hybrid:suffix+eagle3, ...",
     ),
 ]
 Rule = Annotated[
