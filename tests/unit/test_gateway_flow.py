@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_fakes import CHAT, World, body, rollout, with_gateway
 
+from gateway_fakes import CHAT, World, body, rollout, with_gateway
 from outrider.testing.asgi import AsgiClient, parse_events
 
 
