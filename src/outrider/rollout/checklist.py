@@ -168,8 +168,10 @@ def _needs_two_models(config: RolloutConfig) -> bool:
     )
 
 
-def _preflight(name: str, rows: tuple[str, ...]) -> Callable[[RolloutConfig, Evidence], Row]:
-    """A row that rests on rows of a preflight."""
+def _preflight(
+    name: str, rows: tuple[str, ...], *, any_of: tuple[str, ...]
+) -> Callable[[RolloutConfig, Evidence], Row]:
+    """A row that rests on rows of a preflight: none may fail, one of ``any_of`` must be there."""
 
     def check(config: RolloutConfig, evidence: Evidence) -> Row:
         if not _needs_two_models(config):
@@ -180,13 +182,13 @@ def _preflight(name: str, rows: tuple[str, ...]) -> Callable[[RolloutConfig, Evi
                 if row.get("name") in rows and found.get(row["name"], ("", ""))[0] != "fail":
                     found[row["name"]] = (str(row.get("status")), link)
         if not found:
-            return Row(name, "missing", "run outrider check and put its --json here")
+            return Row(name, "missing", "keep what outrider check --json prints here")
         bad = {row: state for row, (state, _) in found.items() if state == "fail"}
         link = next(iter(found.values()))[1]
         if bad:
             return Row(name, "fail", f"{', '.join(bad)} fails", link)
-        if missing := [row for row in rows[:1] if row not in found]:
-            return Row(name, "missing", f"the preflight says nothing on {missing[0]}", link)
+        if not found.keys() & set(any_of):
+            return Row(name, "missing", f"the preflight says nothing on {any_of[0]}", link)
         return Row(name, "pass", f"{', '.join(found)} pass", link)
 
     return check
@@ -390,10 +392,11 @@ def _fed(config: RolloutConfig, evidence: Evidence) -> Row:
 
 
 CHECKS: Final[tuple[Callable[[RolloutConfig, Evidence], Row], ...]] = (
-    _preflight("versions bound", ("lock file", "binding")),
+    _preflight("versions bound", ("lock file", "binding"), any_of=("lock file",)),
     _preflight(
         "tokenizer, template, special and stop tokens equal",
         ("vocabulary", "special tokens", "chat template", "stop tokens", "sample texts", "binding"),
+        any_of=("vocabulary", "binding"),
     ),
     _sweep,
     _covered(

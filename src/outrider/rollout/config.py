@@ -208,7 +208,7 @@ class Gates(Part):
 
     Attributes:
         certificate: written by `outrider certify`.
-        preflight: written by `outrider preflight`.
+        preflight: printed by `outrider check --json`.
         evaluation: an offline evaluation, a JSON document with `status`.
         fresh_s: older evidence does not count; `None` for any age.
     """

@@ -17,6 +17,8 @@ from outrider.rollout.config import Gates
 from outrider.rollout.ramp import GateResult
 
 SEAL: Final = "sha256"
+OPENS: Final = ("pass", "warn")
+"""A preflight's warnings are for people to read; they shut nothing."""
 
 
 def check_gates(gates: Gates, *, now: float) -> GateResult:
@@ -43,7 +45,7 @@ def check_gates(gates: Gates, *, now: float) -> GateResult:
         if isinstance(found, str):
             return GateResult(False, f"{name}: {found}")
         status, at = found
-        if status != "pass":
+        if status not in OPENS:
             return GateResult(False, f"{name} {path.name} says {status}")
         if gates.fresh_s is not None and now - at > gates.fresh_s:
             return GateResult(False, f"{name} {path.name} is older than {gates.fresh_s:g} s")
