@@ -1,4 +1,4 @@
-"""The simulations under benchmarks/ still run; their figures of record are in benchmarks/results."""
+"""The simulations under benchmarks/ still run; figures of record are in benchmarks/results."""
 
 from __future__ import annotations
 
