@@ -31,6 +31,7 @@ COST_STEP = 1.01
 HOST_STEP = 0.05
 GAIN_STEP = 0.06
 WIDTH_STEP = 0.03
+COSTLY_NODES = 16  # a drafter whose nodes cost time need not offer more than a pass can pay for
 STEADY = 3.0  # proposals after which the cost of a drafter is known well enough to see outliers
 OUTLIER = 3.0
 
@@ -188,6 +189,10 @@ class DraftCost:
         self.depth_ms = max(0.0, slope)
         self.base_ms = max(0.0, (y - self.depth_ms * x) / n)
 
+    def is_free(self, costs: CostTable, depth: int) -> bool:
+        """Does guessing so deep cost next to nothing beside a pass?"""
+        return self.depth_ms * depth <= FREE_SHARE * costs.verify(1)
+
     def at(self, depth: int) -> float:
         """Milliseconds of a proposal of ``depth``."""
         return self.base_ms + self.depth_ms * depth
@@ -233,7 +238,7 @@ class _SequenceMemory:
         depth by the record decides. A drafter that does not pay is tried again, ever more rarely.
         """
         cost = self.stats.cost
-        if cost.depth_ms * limit <= FREE_SHARE * costs.verify(1):
+        if cost.is_free(costs, limit):
             best = limit if self.gain * costs.verify(1) >= cost.base_ms else 0
         else:
             best = depth_limit(
@@ -348,8 +353,11 @@ class CostBudget:
         budgets = []
         for subject in subjects:
             limit = min(self._depth, subject.room)
-            depth = self._memory(subject).depth(self.costs, rows=rows, limit=limit)
-            budgets.append(NodeBudget(self._nodes if depth else 0, depth))
+            memory = self._memory(subject)
+            depth = memory.depth(self.costs, rows=rows, limit=limit)
+            free = memory.stats.cost.is_free(self.costs, limit)
+            nodes = self._nodes if free else min(self._nodes, COSTLY_NODES)
+            budgets.append(NodeBudget(nodes if depth else 0, depth))
         return budgets
 
     def cut(

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -38,6 +39,8 @@ from outrider.engine.scheduler import Waiting, schedule
 from outrider.engine.sequence import Completion, Decoder, FinishReason, Sequence, Update
 from outrider.engine.slots import SlotPool
 from outrider.errors import InvalidParameter, OutriderError
+from outrider.kernels.native import owning_the_cores
+from outrider.models.native import NativeTransformer
 from outrider.models.paths import cache_folder
 from outrider.models.target import Segment, Target
 from outrider.records.step import StepRecord
@@ -200,6 +203,9 @@ class Engine:
         purpose = Purpose.TOKEN if self.config.rule == "walk" else Purpose.DRAFT
         self._drafting = Drafting(self.drafters, self.budget, target.vocab_size, purpose)
         self._rule = RULES[self.config.rule]
+        self._cores = (
+            owning_the_cores if isinstance(target, NativeTransformer) else nullcontext[None]
+        )
         self._ids = count()
         self._steps = count()
         self._waiting = WaitingLine(limit=self.config.queue, patience_s=self.config.patience_s)
@@ -339,11 +345,12 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """Run one target pass for all sequences that can use it; returns what it brought."""
-        times = _Times()
-        self._admit()
-        work = self._plan_work(times)
-        if work:
-            self._run(work, times)
+        with self._cores():
+            times = _Times()
+            self._admit()
+            work = self._plan_work(times)
+            if work:
+                self._run(work, times)
         updates, self._updates = self._updates, []
         return updates
 

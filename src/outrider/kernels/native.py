@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import (
     POINTER,
     Structure,
@@ -225,6 +227,35 @@ def use_isa(name: str) -> bool:
 def pin_workers(on: bool) -> None:
     """Bind worker threads that are started from now on to one processor each."""
     _library().outrider_pin_workers(int(on))
+
+
+_outer_threads: int | None = None  # PyTorch's number while `owning_the_cores` holds it at 1
+
+
+def crew(threads: int | None) -> int:
+    """How many threads compute: the number asked for, else as many as PyTorch has been given."""
+    return threads or _outer_threads or torch.get_num_threads()
+
+
+@contextmanager
+def owning_the_cores() -> Iterator[None]:
+    """Keep PyTorch to one thread for a while.
+
+    Its threads go on spinning for some milliseconds after every small operation that they shared,
+    on the cores that ours need for the next pass: a step with a trained head took twice as long.
+    """
+    global _outer_threads
+    before, outer = torch.get_num_threads(), _outer_threads
+    if before == 1:
+        yield
+        return
+    _outer_threads = before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _outer_threads = outer
 
 
 class Arena:

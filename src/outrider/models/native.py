@@ -458,7 +458,7 @@ class NativeTransformer:
                 segments=len(segments),
                 logit_rows=len(logit_rows),
                 feature_layers=len(features),
-                threads=self.threads or torch.get_num_threads(),
+                threads=native.crew(self.threads),
                 cosine=cos.data_ptr(),
                 sine=sin.data_ptr(),
                 tokens=_ints(tokens),
@@ -503,7 +503,7 @@ class NativeTransformer:
             branching=rule.branching,
             nodes=rule.nodes,
             depth=rule.depth,
-            threads=self.threads or torch.get_num_threads(),
+            threads=native.crew(self.threads),
             norm_output=int(rule.norm_output),
             ends=len(rule.ends),
             capacity=capacity,
@@ -561,7 +561,7 @@ class NativeTransformer:
 
     def head(self, x_MD: Tensor) -> Tensor:
         """[M, V] logits of normed hidden states."""
-        threads = self.threads or torch.get_num_threads()
+        threads = native.crew(self.threads)
         return native.linear(x_MD.float(), self.weights.head, threads=threads)
 
     def _check(

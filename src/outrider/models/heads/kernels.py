@@ -52,7 +52,7 @@ def projection(weight_NK: Tensor, target: Decoder, *, small: bool = False) -> Pr
     if isinstance(target, NativeTransformer):
         packed = packed_projection(weight_NK, target, small=small)
         return lambda x: native.linear(
-            x.float(), packed, threads=target.threads or torch.get_num_threads()
+            x.float(), packed, threads=native.crew(target.threads)
         )
     linear = make_linear(weight_NK.to(target.device, target.dtype))
     return lambda x: linear(x.to(target.dtype)).float()
