@@ -19,6 +19,8 @@ from outrider.drafters.acceptance import AcceptanceTable, outcomes
 from outrider.drafters.base import Commit, Drafter, Needs, NodeBudget, SequenceView
 from outrider.errors import InvalidParameter
 
+LEAST = 0.35  # share of first guesses that come true, below which a costly member is left out
+PROBE_EVERY = 24
 SURE = 3.0  # expected accepted guesses of the free members that make a costly one superfluous
 
 
@@ -54,6 +56,15 @@ class _State:
     def __init__(self, members: int) -> None:
         self.tables = [AcceptanceTable(memory=40.0) for _ in range(members)]
         self.last: dict[int, DraftTree] = {}
+        self._idle = [0] * members
+
+    def worth_asking(self, index: int) -> bool:
+        """Is a member right often enough to be paid for? One that is not is tried now and then."""
+        if self.tables[index].at_level(1) >= LEAST or self._idle[index] >= PROBE_EVERY:
+            self._idle[index] = 0
+            return True
+        self._idle[index] += 1
+        return False
 
 
 class HybridDrafter:
@@ -85,7 +96,12 @@ class HybridDrafter:
     ) -> list[DraftTree]:
         merges = [Merge(view.root) for view in views]
         for index, member in enumerate(self._members):
-            asked = [i for i, m in enumerate(merges) if not member.cost or m.expected < SURE]
+            asked = [
+                i
+                for i, merge in enumerate(merges)
+                if not member.cost
+                or (merge.expected < SURE and self._state(views[i].id).worth_asking(index))
+            ]
             if not asked:
                 continue
             trees = member.drafter.propose([views[i] for i in asked], [budgets[i] for i in asked])
