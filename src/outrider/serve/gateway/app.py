@@ -31,6 +31,7 @@ from outrider.serve.keys import KeyRing, hash_key
 ADMIN_KEYS = "OUTRIDER_ADMIN_KEYS"  # NAME=KEY, separated by commas; hashed at start
 WHO = re.compile(r"[\w.@ -]{1,64}")
 ORDERS = ("set", "hold", "promote", "rollback", "arm", "shadow")
+STARTS = ("set", "promote", "arm", "shadow")  # orders that bring a profile back
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ async def order(front: Front, exchange: Exchange) -> None:
         change = front.gateway.controller.manual(profile, word)
     except InvalidParameter as fault:
         raise ApiError(409, str(fault), code="not_possible") from None
+    if action in STARTS:  # a person vouches for it: what failed before does not count against it
+        front.gateway.stage.lanes[profile].breaker.succeeded()
     front.gateway.tick()
     await exchange.reply({"change": None if change is None else change.to_dict()})
 
