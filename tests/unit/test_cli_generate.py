@@ -184,9 +184,13 @@ def test_a_second_ctrl_c_leaves_at_once(cli):
 
 
 def test_ctrl_c_works_again_afterwards(cli):
-    cli(*BASE, "-n", "200", "--drafter", "none", target=pressing(1))
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever others left
+    try:
+        cli(*BASE, "-n", "200", "--drafter", "none", target=pressing(1))
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def pressing(times: int) -> TableTarget:
