@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from outrider.kernels import native, quantised
@@ -51,8 +50,6 @@ def projection(weight_NK: Tensor, target: Decoder, *, small: bool = False) -> Pr
     """x Wᵀ, fp32 out; ``small`` as in `packed_projection`."""
     if isinstance(target, NativeTransformer):
         packed = packed_projection(weight_NK, target, small=small)
-        return lambda x: native.linear(
-            x.float(), packed, threads=native.crew(target.threads)
-        )
+        return lambda x: native.linear(x.float(), packed, threads=native.crew(target.threads))
     linear = make_linear(weight_NK.to(target.device, target.dtype))
     return lambda x: linear(x.to(target.dtype)).float()
