@@ -414,3 +414,14 @@ def between(
 def dense(values: Sequence[int]) -> dict[int, int]:
     """A histogram given as a list, entry j being the steps that accepted j."""
     return {j: int(times) for j, times in enumerate(values) if times}
+
+
+def consistent(
+    histogram: Sequence[int] | None, *, steps: int | None, accepted: int
+) -> dict[int, int] | None:
+    """A histogram given as a list, where it agrees with the totals beside it; else `None`."""
+    if histogram is None or sum(histogram) != steps:
+        return None
+    if sum(j * times for j, times in enumerate(histogram)) != accepted:
+        return None
+    return dense(histogram)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.backends.base import RESPONSE, Acceptance, dense
+from outrider.backends.base import RESPONSE, Acceptance, consistent
 from outrider.backends.dialect import (
     CounterNames,
     Dialect,
@@ -37,17 +37,13 @@ def read_acceptance(event: Json) -> Acceptance | None:
     histogram = counts(told.get("spec_correct_drafts_histogram"))
     if steps is None or accepted is None:
         return None
-    if histogram is not None and (
-        sum(histogram) != steps or sum(j * n for j, n in enumerate(histogram)) != accepted
-    ):
-        histogram = None
     return Acceptance(
         engine=KIND,
         source=RESPONSE,
         accepted=accepted,
         drafted=count(told.get("spec_num_proposed_drafts")),
         steps=steps,
-        histogram=None if histogram is None else dense(histogram),
+        histogram=consistent(histogram, steps=steps, accepted=accepted),
         drafted_is_nominal=True,
     )
 

@@ -6,7 +6,7 @@ nothing was drafted. `/metrics` is a queue that reading empties, so the Promethe
 
 from __future__ import annotations
 
-from outrider.backends.base import RESPONSE, Acceptance, dense
+from outrider.backends.base import RESPONSE, Acceptance, consistent
 from outrider.backends.dialect import (
     CounterNames,
     Dialect,
@@ -29,17 +29,13 @@ def read_acceptance(event: Json) -> Acceptance | None:
     histogram, steps = counts(told.get("acceptance_histogram")), count(told.get("num_spec_steps"))
     if accepted is None:
         return None
-    if histogram is not None and (
-        sum(histogram) != steps or sum(j * n for j, n in enumerate(histogram)) != accepted
-    ):
-        histogram = None
     return Acceptance(
         engine=KIND,
         source=RESPONSE,
         accepted=accepted,
         drafted=count(told.get("total_draft_tokens")),
         steps=steps,
-        histogram=None if histogram is None else dense(histogram),
+        histogram=consistent(histogram, steps=steps, accepted=accepted),
         width=count(told.get("num_spec_tokens")),
     )
 

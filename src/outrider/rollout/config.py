@@ -7,23 +7,20 @@ engine and no network: what an engine can do is probed elsewhere.
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
-from outrider.errors import InvalidParameter
+from outrider.records.settings import checked, read_yaml
 
 BASELINE: Final = "baseline"
 WHOLE: Final = 10_000
@@ -443,14 +440,7 @@ def load_rollout(path: Path) -> RolloutConfig:
     Raises:
         InvalidParameter: the file cannot be read, or the first thing that is wrong in it.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameter(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise InvalidParameter(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise InvalidParameter(f"{path} holds no settings; it needs target and profiles")
+    values = read_yaml(path, needs="target and profiles")
     return make_rollout(values, source=str(path))
 
 
@@ -460,27 +450,8 @@ def make_rollout(values: dict[str, Any], *, source: str = "rollout") -> RolloutC
     Raises:
         InvalidParameter: the first thing that is wrong, in one line.
     """
-    try:
-        return RolloutConfig.model_validate(values)
-    except ValidationError as error:
-        raise InvalidParameter(f"{source}: {_first_fault(error)}") from None
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in fault["loc"]) or "settings"
-    if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(fault["loc"][-1]), _all_keys(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{place} is unknown{hint}"
-    if fault["type"] == "missing":
-        return f"{place} is missing"
-    return f"{place}: {fault['msg'].removeprefix('Value error, ')}"
-
-
-def _all_keys() -> list[str]:
-    parts: tuple[type[Part], ...] = (
+    parts = (
         *(RolloutConfig, Profile, BackendSettings, Limits, Timeouts, Route, Ramp, Gates, Burst),
         *(TripWires, Check, VerdictSettings, FeedbackSettings),
     )
-    return sorted({name for part in parts for name in part.model_fields})
+    return checked(RolloutConfig, values, source=source, parts=parts)

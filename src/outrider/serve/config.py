@@ -6,15 +6,13 @@ mistake never silently keeps a default. Secrets are not kept here: keys are give
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from outrider.errors import InvalidParameter
+from outrider.records.settings import checked, read_yaml
 
 BASELINE = "baseline"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -241,14 +239,7 @@ def load_config(path: Path) -> ServerConfig:
     Raises:
         InvalidParameter: the file cannot be read, or the first thing that is wrong in it.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameter(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise InvalidParameter(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise InvalidParameter(f"{path} holds no settings; it needs at least target: MODEL")
+    values = read_yaml(path, needs="at least target: MODEL")
     return make_config(values, source=str(path))
 
 
@@ -258,24 +249,5 @@ def make_config(values: dict[str, Any], *, source: str = "configuration") -> Ser
     Raises:
         InvalidParameter: the first thing that is wrong, in one line.
     """
-    try:
-        return ServerConfig.model_validate(values)
-    except ValidationError as error:
-        raise InvalidParameter(f"{source}: {_first_fault(error)}") from None
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in fault["loc"]) or "settings"
-    if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(fault["loc"][-1]), _all_keys(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{place} is unknown{hint}"
-    if fault["type"] == "missing":
-        return f"{place} is missing"
-    return f"{place}: {fault['msg'].removeprefix('Value error, ')}"
-
-
-def _all_keys() -> list[str]:
-    parts: tuple[type[Part], ...] = (ServerConfig, Profile, EngineSettings, Limits, Key, Tls)
-    return sorted({name for part in parts for name in part.model_fields})
+    parts = (ServerConfig, Profile, EngineSettings, Limits, Key, Tls)
+    return checked(ServerConfig, values, source=source, parts=parts)
