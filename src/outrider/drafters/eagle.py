@@ -92,7 +92,7 @@ class EagleDrafter:
             layers=model.features, memory_bytes=model.cache_shape.nbytes(sequences, rows)
         )
         self._cache: KVCache = model.new_cache(slots=sequences, length=rows)
-        self._rule = DraftRule(
+        rule = DraftRule(
             beam=self.shape.beam,
             branching=self.shape.branching,
             nodes=0,
@@ -106,6 +106,7 @@ class EagleDrafter:
             fc=None,
             fc_bias=None,
         )
+        self._rule = model.completed(rule)
         self._known: dict[int, _Known] = {}
         self._free = list(range(sequences))
 

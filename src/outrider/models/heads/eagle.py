@@ -28,8 +28,10 @@ from outrider.models.heads.config import HeadConfig
 from outrider.models.heads.kernels import (
     Decoder,
     Tensors,
+    applied,
     packed_projection,
     projection,
+    refuse_width,
     round_weight,
 )
 from outrider.models.native import (
@@ -85,11 +87,7 @@ class EagleModel:
         Raises:
             DrafterMismatch: widths that do not fit, or a window on kernels without windows.
         """
-        if config.width != target.config.width:
-            raise DrafterMismatch(
-                f"the head's width is {config.width}, the target's {target.config.width}; "
-                "use a head that was trained for this target"
-            )
+        refuse_width(config, target)
         self.config = config
         self.features = config.features
         self._target = target
@@ -100,12 +98,12 @@ class EagleModel:
             self._decoder: Decoder = _native_decoder(config, tensors, target, head)
         else:
             self._decoder = _torch_decoder(config, tensors, target, head)
-        self._fc = projection(tensors["fc.weight"], target)
-        self._fc_packed = (
-            packed_projection(tensors["fc.weight"], target)
-            if isinstance(target, NativeTransformer) and config.kind == "eagle"
-            else None
-        )
+        self._fc_packed: PackedMatrix | None = None
+        if isinstance(target, NativeTransformer):
+            self._fc_packed = packed_projection(tensors["fc.weight"], target)
+            self._fc = applied(self._fc_packed, target)
+        else:
+            self._fc = projection(tensors["fc.weight"], target)
         self._token_residual = (
             projection(tensors["token_residual.weight"], target) if config.token_residual else None
         )
@@ -164,20 +162,19 @@ class EagleModel:
         plain = self._token_residual is None and not self.config.norm_before_residual
         return isinstance(self._decoder, NativeTransformer) and plain
 
-    def draft(self, cache: KVCache, slot: int, rows: DraftRows, rule: DraftRule) -> DraftNodes:
-        """Grow a whole tree in one call of the native kernels.
-
-        Args:
-            rule: of the request; what belongs to the head is filled in here.
-        """
-        assert isinstance(self._decoder, NativeTransformer)
+    def completed(self, rule: DraftRule) -> DraftRule:
+        """A rule with what belongs to the head filled in."""
         first = self.config.kind == "eagle"
-        rule = replace(
+        return replace(
             rule,
             norm_output=self.config.norm_output,
             fc=self._fc_packed if first else None,
             fc_bias=self._vectors["fc.bias"] if first else None,
         )
+
+    def draft(self, cache: KVCache, slot: int, rows: DraftRows, rule: DraftRule) -> DraftNodes:
+        """Grow a whole tree in one call of the native kernels, by a completed rule."""
+        assert isinstance(self._decoder, NativeTransformer)
         return self._decoder.draft(cache, slot, rows, rule)
 
     def _inputs(self, tokens_M: Tensor, states_MH: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from outrider.errors import DrafterMismatch
 from outrider.kernels import native, quantised
 from outrider.kernels.linear import make_linear
 from outrider.kernels.native import PackedMatrix, pack
 from outrider.kernels.quantised import FloatWeight, Weight
+from outrider.models.heads.config import HeadConfig
 from outrider.models.native import NativeTransformer
 from outrider.models.transformer import Transformer
 
@@ -46,10 +48,24 @@ def packed_projection(
     return pack(round_weight(weight_NK, precision))
 
 
+def applied(packed: PackedMatrix, target: NativeTransformer) -> Project:
+    """x Wᵀ of a packed weight, fp32 in and out."""
+    return lambda x: native.linear(x.float(), packed, threads=native.crew(target.threads))
+
+
+def refuse_width(config: HeadConfig, target: Decoder) -> None:
+    """Raises:
+    DrafterMismatch: the head is not as wide as its target."""
+    if config.width != target.config.width:
+        raise DrafterMismatch(
+            f"the head's width is {config.width}, the target's {target.config.width}; "
+            "use a head that was trained for this target"
+        )
+
+
 def projection(weight_NK: Tensor, target: Decoder, *, small: bool = False) -> Project:
     """x Wᵀ, fp32 out; ``small`` as in `packed_projection`."""
     if isinstance(target, NativeTransformer):
-        packed = packed_projection(weight_NK, target, small=small)
-        return lambda x: native.linear(x.float(), packed, threads=native.crew(target.threads))
+        return applied(packed_projection(weight_NK, target, small=small), target)
     linear = make_linear(weight_NK.to(target.device, target.dtype))
     return lambda x: linear(x.to(target.dtype)).float()

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.errors import DrafterMismatch
 from outrider.models.heads.config import HeadConfig
-from outrider.models.heads.kernels import Decoder, Tensors, projection
+from outrider.models.heads.kernels import Decoder, Tensors, projection, refuse_width
 
 
 class MedusaModel:
@@ -28,11 +27,7 @@ class MedusaModel:
     """
 
     def __init__(self, config: HeadConfig, tensors: Tensors, target: Decoder) -> None:
-        if config.width != target.config.width:
-            raise DrafterMismatch(
-                f"the heads' width is {config.width}, the target's {target.config.width}; "
-                "use heads that were trained for this target"
-            )
+        refuse_width(config, target)
         self.config = config
         self.features = config.features
         self._target = target
