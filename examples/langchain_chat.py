@@ -13,6 +13,7 @@ chat = ChatOpenAI(
     base_url=os.environ.get("OUTRIDER_URL", "http://127.0.0.1:8000/v1"),
     api_key=os.environ.get("OUTRIDER_API_KEY", "none"),
     max_tokens=60,
+    seed=1,  # the same seed, the same answer, with guesses or without
 )
 
 

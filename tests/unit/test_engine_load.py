@@ -59,6 +59,14 @@ def test_within_a_tenant_the_first_is_first() -> None:
     assert list(drain(engine)) == requests
 
 
+def test_who_gets_a_free_slot_does_not_count_as_waiting() -> None:
+    engine = make(slots=1, queue=1)
+    taken = [engine.add([1], LONG), engine.add([2], LONG)]  # no step between them
+    with pytest.raises(Overloaded, match="1 requests wait"):
+        engine.add([3], LONG)
+    assert list(drain(engine)) == taken
+
+
 def test_a_full_queue_refuses_and_forgets_nothing() -> None:
     engine = make(slots=1, queue=2)
     first = engine.add([1], LONG)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shlex
+import sys
 
 import numpy as np
 import pytest
@@ -289,7 +291,8 @@ def test_a_plan_without_sense_is_refused():
 
 
 def test_an_engine_that_ends_at_once_tells_why(tmp_path):
-    command = "python -c 'import sys; sys.exit(\"no such model\")' {port} {speculative}"
+    python = shlex.quote(sys.executable)
+    command = f"{python} -c 'import sys; sys.exit(\"no such model\")' {{port}} {{speculative}}"
 
     async def start():
         async with started(command, PLAIN, kind="vllm", folder=tmp_path, ready_s=20):

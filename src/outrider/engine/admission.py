@@ -30,14 +30,17 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._tenants)
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Sequence, *, free: int = 0) -> None:
         """Get in line.
+
+        Args:
+            free: slots that the next step gives away; who gets one does not count as waiting.
 
         Raises:
             Overloaded: the line is full.
         """
-        if self._limit is not None and len(self) >= self._limit:
-            raise Overloaded(f"{len(self)} requests wait already; try again later")
+        if self._limit is not None and len(self) >= self._limit + free:
+            raise Overloaded(f"{len(self) - free} requests wait already; try again later")
         self._lines.setdefault(sequence.tenant, OrderedDict())[sequence.id] = sequence
         self._tenants[sequence.id] = sequence.tenant
 

@@ -258,7 +258,7 @@ class Engine:
             grammar=grammar,
             most=most,
         )
-        self._waiting.push(sequence)
+        self._waiting.push(sequence, free=len(self._pool))
         return request
 
     def cancel(self, request: int) -> None:
