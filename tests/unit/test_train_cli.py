@@ -22,8 +22,11 @@ from outrider.drafters.table import Setting, build_drafter
 from outrider.errors import DrafterMismatch
 from outrider.models.heads.files import Head, read_head
 from outrider.models.load import load_model
+from outrider.rollout.feedback import Case, FeedbackFolder
 from outrider.train.acceptance import Probe, serve
+from outrider.train.feedback import read_feedback
 from outrider.train.prepare import TrainingData
+from outrider.train.prompts import make_prompt
 from outrider.train.report import report_html
 from outrider.train.run import held_out_prompts, read_log
 from outrider.train.setup import (
@@ -162,6 +165,59 @@ def test_a_head_of_another_target_or_template(train, target, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         build(chatty)
     assert "another chat template (template_hash" in caplog.text
+
+
+def test_what_a_rollout_kept_trains_the_next_drafter(real_cli, target, tmp_path):
+    folder = FeedbackFolder(tmp_path / "feedback")
+    for i in range(24):
+        said = [{"role": "user", "content": f"say {i}"}]
+        folder.add(Case(f"r{i}", "drift", "eagle", "chat", {}, f"h{i}", said))
+    judged = [{"role": "user", "content": "say 3"}]
+    folder.add(Case("r90", "slow", "eagle", "chat", {}, "h3", judged))
+    folder.add(Case("r91", "failed", "eagle", "chat", {}, "h91"))  # before the opt-in
+    words = ("--target", str(target), "--from-feedback", str(folder.folder), *SMALL)
+    out = tmp_path / "out"
+    result = real_cli("train", "medusa", "--out", str(out), *words, "--epochs", "1", "--no-gate")
+    assert result.code == 0, result.err
+    assert "feedback: 23 prompts" in result.err
+    assert "1 cases hold no prompt text" in result.err and "judged by" in result.err
+    assert read_head(out).provenance["data"]["source"] == "feedback of feedback"
+    features = stored_features(LAYERS)
+    work = tmp_path / "out.work" / "data"
+    asked = TrainingData.open(work, features=features, width=64).samples
+    assert {s.family for s in asked} == {"chat"} and len({s.id for s in asked}) == 23
+    assert make_prompt("", judged).id not in {s.id for s in asked}
+
+
+def test_feedback_without_prompts_is_refused_in_words(real_cli, target, tmp_path):
+    def refused(path: Path) -> str:
+        words = ("--target", str(target), "--from-feedback", str(path))
+        result = real_cli("train", "eagle3", "--out", str(tmp_path / "o"), *words)
+        assert result.code == 2 and "Traceback" not in result.err
+        return " ".join(result.err.split())
+
+    folder = FeedbackFolder(tmp_path / "none")
+    assert "cannot be read" in refused(folder.folder)
+    folder.folder.mkdir()
+    assert "holds no feedback" in refused(folder.folder)
+    for i in range(3):
+        folder.add(Case(f"r{i}", "drift", "eagle", "chat", {}, f"h{i}"))
+    assert "no prompt text in any of its 3 cases; set feedback.text: true" in refused(folder.folder)
+    assert "holds figures and hashes" in refused(folder.folder / "cases.jsonl")
+    said = [{"role": "user", "content": "x"}]
+    folder.add(Case("r9", "slow", "eagle", "chat", {}, "h9", said))
+    assert "name " in (told := refused(folder.folder)) and "business.jsonl" in told
+    assert [p.id for p in read_feedback(folder.folder / "business.jsonl").prompts] == [
+        make_prompt("", said).id
+    ]
+    withheld = [{"role": "user", "content": ""}]  # a redaction that keeps nothing
+    other = FeedbackFolder(tmp_path / "withheld")
+    other.add(Case("r1", "drift", "eagle", "chat", {}, "h1", withheld))
+    assert "no prompt text in any of its 1 cases" in refused(other.folder)
+    with (other.folder / "training.jsonl").open("a") as file:
+        file.write("{broken")
+    assert "training.jsonl, line 3: no JSON object" in refused(other.folder)
+    assert not (tmp_path / "o").exists()
 
 
 def test_refusals_come_before_the_work(real_cli, target, file, tmp_path):

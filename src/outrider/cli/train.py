@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.train.loop import Progress as TrainProgress
     from outrider.train.pipeline import Plan
     from outrider.train.prepare import Progress as DataProgress
+    from outrider.train.prompts import TrainPrompt
     from outrider.train.run import Outcome
 
 LINE_EVERY_S = 10.0  # where there is no terminal
@@ -48,6 +49,13 @@ def train(
         typer.Option(
             help="Prompts as JSON (prompt, OpenAI messages or ShareGPT conversations), or one a "
             "line in a .txt file. Default: the target writes them."
+        ),
+    ] = None,
+    from_feedback: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts that a rollout kept: its feedback folder, or one set of it; beside those "
+            "of --prompts, if any."
         ),
     ] = None,
     tokens: Annotated[
@@ -95,7 +103,6 @@ def train(
 
     from outrider.train.config import TrainConfig
     from outrider.train.pipeline import Plan, round_of, settings
-    from outrider.train.prompts import read_prompts
 
     session: Session = context.obj
     if hours is not None and not hours > 0:
@@ -103,6 +110,7 @@ def train(
     for name, value in (("--max-tokens", max_tokens), ("--max-prompt", max_prompt)):
         if value < 1:
             raise InvalidParameter(f"{name} is {value}; use 1 or more")
+    given, named = _given(session, prompts, from_feedback)
     data = round_of(tokens)
     answers = replace(data.answers, max_tokens=max_tokens, max_prompt=max_prompt, seed=seed)
     plain = TrainConfig(
@@ -120,8 +128,8 @@ def train(
         style=style,
         out=out.expanduser(),
         work=(work or Path(f"{out}.work")).expanduser(),
-        prompts=None if prompts is None else read_prompts(prompts),
-        prompts_name="" if prompts is None else f"prompts of {prompts.name}",
+        prompts=given,
+        prompts_name=named,
         data=replace(data, answers=answers, seed=seed),
         train=settings(style, plain, rows),
         vocab=vocab,
@@ -132,6 +140,33 @@ def train(
     )
     until = None if hours is None else time.monotonic() + 3600 * hours
     _run(session, plan, target, until, weights=weights, device=device, threads=threads)
+
+
+def _given(
+    session: Session, file: Path | None, feedback: Path | None
+) -> tuple[list[TrainPrompt] | None, str]:
+    """The prompts of a user's file and of a rollout's feedback, and what the provenance calls them;
+    `None` where neither is named."""
+    from outrider.train.feedback import read_feedback
+    from outrider.train.prompts import read_prompts, unique
+
+    prompts: list[TrainPrompt] = []
+    names = []
+    if file is not None:
+        prompts += read_prompts(file)
+        names.append(f"prompts of {file.name}")
+    if feedback is not None:
+        kept = read_feedback(feedback.expanduser())
+        prompts += kept.prompts
+        names.append(f"feedback of {feedback.name}")
+        session.err.print(f"feedback: {len(kept.prompts):,} prompts", markup=False)
+        for count, why in (
+            (kept.without_text, "hold no prompt text (feedback.text was off)"),
+            (kept.judged_by, "are in a set that the drafter will be judged by"),
+        ):
+            if count:
+                session.err.print(f"warning: {count:,} cases {why} and are left out", markup=False)
+    return (list(unique(prompts)) if names else None), ", ".join(names)
 
 
 def _run(
