@@ -24,6 +24,7 @@ from outrider.backends.base import (
 from outrider.backends.embedded import EmbeddedBackend
 from outrider.backends.prometheus import Scrape
 from outrider.core import verify
+from outrider.core.law import Setting, law_of
 from outrider.core.noise import Purpose, Source
 from outrider.core.tree import DraftTree
 from outrider.core.verify import Rows, Verdict
@@ -34,7 +35,7 @@ from outrider.engine.budget import FixedBudget
 from outrider.evaluate import certify_embedded as embedded
 from outrider.evaluate import certify_remote as remote
 from outrider.evaluate.certify_features import probe_features
-from outrider.evaluate.certify_plan import SETTINGS, CertifyPlan, Setting, full
+from outrider.evaluate.certify_plan import SETTINGS, CertifyPlan, full
 from outrider.records.step import StepRecord
 from outrider.testing.fakes import ByteTokenizer, TableTarget
 
@@ -397,19 +398,19 @@ def test_the_steps_of_an_answer_class_its_tokens():
 
 def test_laws_follow_from_log_probabilities_where_these_decide():
     top = [(t, math.log(p)) for t, p in (("a", 0.5), ("b", 0.3), ("c", 0.1), ("d", 0.05))]
-    plain = remote.law_of(top, Setting("plain", 1.0))
+    plain = law_of(top, Setting("plain", 1.0))
     assert plain is not None and plain.probabilities == pytest.approx((0.5, 0.3, 0.1, 0.05))
     assert not plain.closed
-    narrow = remote.law_of(top, Setting("k", 0.5, top_k=2))
+    narrow = law_of(top, Setting("k", 0.5, top_k=2))
     assert narrow is not None and narrow.probabilities == pytest.approx((25 / 34, 9 / 34))
-    nucleus = remote.law_of(top, Setting("p", 1.0, top_p=0.7))
+    nucleus = law_of(top, Setting("p", 1.0, top_p=0.7))
     assert nucleus is not None and nucleus.tokens == ("a", "b")
-    assert remote.law_of(top, Setting("edge", 1.0, top_p=0.8)) is None  # rounding decides
+    assert law_of(top, Setting("edge", 1.0, top_p=0.8)) is None  # rounding decides
     tie = [("a", math.log(0.5)), ("b", math.log(0.26)), ("c", math.log(0.24))]
-    assert remote.law_of(tie, Setting("k", 1.0, top_k=2)) is None  # near-tie at the edge
-    assert remote.law_of(top, Setting("hot", 1.5)) is None  # the hidden mass is not bounded
-    assert remote.law_of(top, Setting("k", 1.0, top_k=9)) is None  # five more are not listed
-    assert remote.law_of([("a", -math.inf)], Setting("t", 1.0)) is None
+    assert law_of(tie, Setting("k", 1.0, top_k=2)) is None  # near-tie at the edge
+    assert law_of(top, Setting("hot", 1.5)) is None  # the hidden mass is not bounded
+    assert law_of(top, Setting("k", 1.0, top_k=9)) is None  # five more are not listed
+    assert law_of([("a", -math.inf)], Setting("t", 1.0)) is None
     assert remote.labelled([TokenLogprob("token_id:17", 0.0)]) == (17,)
 
 

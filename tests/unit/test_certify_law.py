@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from outrider.core.law import GROUPS, EProcess, Law
 from outrider.errors import InvalidParameter
 from outrider.evaluate.certify_law import (
-    GROUPS,
     ContextTally,
-    EProcess,
-    Law,
     Tally,
     coupling_bound,
     detectable,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.cli.certify import PARTS, check_parts
+from outrider.core.law import Law
 from outrider.errors import InvalidParameter
 from outrider.evaluate.certify import (
     Distribution,
@@ -23,7 +24,7 @@ from outrider.evaluate.certify import (
     to_html,
     to_markdown,
 )
-from outrider.evaluate.certify_law import Law, Tally
+from outrider.evaluate.certify_law import Tally
 
 LAW = Law(tuple(range(6)), (0.4, 0.25, 0.15, 0.1, 0.06, 0.04))
 

@@ -160,7 +160,7 @@ def read_certificate(path: Path) -> dict[str, Any]:
 
 def _remote(plan: CertifyPlan) -> CertifyPlan:
     """Settings that log-probabilities of 20 tokens decide."""
-    from outrider.evaluate.certify_plan import Setting
+    from outrider.core.law import Setting
 
     settings = (
         Setting("cool: temperature 0.5, no truncation", 0.5),

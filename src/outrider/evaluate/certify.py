@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outrider.core.law import ALPHA
 from outrider.errors import InvalidParameter
-from outrider.evaluate.certify_law import ALPHA, EFFECT, POWER, LawTest, Tally, simulated_power
+from outrider.evaluate.certify_law import EFFECT, POWER, LawTest, Tally, simulated_power
 
 SCHEMA = 1
 SEAL = "sha256"

@@ -16,21 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.law import EProcess, Law, Setting
 from outrider.core.sampling import History, SamplingParams, distribution
 from outrider.core.tree import NO_PARENT, DraftTree
 from outrider.drafters.base import Drafter
 from outrider.engine import Completion, Engine, EngineConfig
 from outrider.engine.budget import FixedBudget
 from outrider.errors import InvalidParameter
-from outrider.evaluate.certify_law import (
-    ContextTally,
-    EProcess,
-    Law,
-    LawTest,
-    Tally,
-    coupling_bound,
-)
-from outrider.evaluate.certify_plan import CertifyPlan, Setting
+from outrider.evaluate.certify_law import ContextTally, LawTest, Tally, coupling_bound
+from outrider.evaluate.certify_plan import CertifyPlan
 from outrider.evaluate.margins import judge
 from outrider.models.cache import KVCache
 from outrider.models.target import Forward, Segment, Target

@@ -6,9 +6,9 @@ likelihood into groups, the counts minus the sums of the exact probabilities are
 differences, and S' V^- S with V the sum of the exact covariances is chi-square with one degree of
 freedom less than there are groups. Nothing is assumed of positions or of acceptance.
 
-Three tools: `Tally` (the test), `coupling_bound` (what equal outputs at equal seeds prove: the
-total variation of two laws is at most the chance of a difference under *any* coupling), and
-`EProcess` (a test that may be looked at after every token). It knows no engine and no model.
+Two tools: `Tally` (the test) and `coupling_bound` (what equal outputs at equal seeds prove: the
+total variation of two laws is at most the chance of a difference under *any* coupling); the test
+that may be looked at after every token is `core.law.EProcess`. It knows no engine and no model.
 
 Shapes: G groups of ranks.
 """
@@ -19,84 +19,22 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, stats
 
+from outrider.core.law import ALPHA, GROUPS, Law
 from outrider.errors import InvalidParameter
 
 Array = npt.NDArray[np.float64]
 
-EDGES = (1, 2, 3, 4, 6, 10, 64)  # first ranks of the groups after the first; the last is the rest
-GROUPS = len(EDGES) + 1
 GROUP_NAMES = ("1", "2", "3", "4", "5-6", "7-10", "11-64", "rest")
-ALPHA = 1e-6
 POWER = 0.99
 EFFECT = 0.02
 _LEAST = 5.0  # expected count of a group that stands alone
-_UNLISTED = 1e-9  # least probability of all tokens that are not listed, where these can come
-
-
-@dataclass(frozen=True)
-class Law:
-    """What may come next, likeliest first.
-
-    Attributes:
-        tokens: the likeliest tokens, by id or by name.
-        probabilities: theirs; what is missing to 1 belongs to tokens that are not listed.
-        closed: no other token can come, as behind a top-k; one that does is a fault by itself.
-    """
-
-    tokens: tuple[Hashable, ...]
-    probabilities: tuple[float, ...]
-    closed: bool = False
-
-    def __post_init__(self) -> None:
-        total = sum(self.probabilities)
-        if len(self.tokens) != len(self.probabilities) or not 0 < total <= 1 + 1e-4:
-            raise InvalidParameter(
-                f"a law of {len(self.tokens)} tokens has {len(self.probabilities)} probabilities "
-                f"of sum {total:g}; give one for each, with a sum of at most 1"
-            )
-
-    @cached_property
-    def _ranks(self) -> dict[Hashable, int]:
-        return {token: rank for rank, token in enumerate(self.tokens)}
-
-    @cached_property
-    def grouped(self) -> Array:
-        """Probabilities [G] of the groups of ranks; they add up to 1."""
-        groups = np.zeros(GROUPS)
-        for rank, probability in enumerate(self.probabilities):
-            groups[_group(rank)] += probability
-        groups[-1] += 0.0 if self.closed else max(_UNLISTED, 1 - sum(self.probabilities))
-        grouped: Array = groups / groups.sum()
-        return grouped
-
-    def group(self, token: Hashable) -> int:
-        """The group of a token; the last for one that is not listed."""
-        rank = self._ranks.get(token)
-        return GROUPS - 1 if rank is None else _group(rank)
-
-    def allows(self, token: Hashable) -> bool:
-        """May it come at all?"""
-        rank = self._ranks.get(token)
-        return not self.closed if rank is None else self.probabilities[rank] > 0
-
-    def total_variation(self, other: Law) -> float:
-        """Between the groups of two laws of the same tokens: half the sum of the differences."""
-        moved = np.zeros(GROUPS)
-        for token, probability in zip(other.tokens, other.probabilities, strict=True):
-            moved[self.group(token)] += probability
-        moved[-1] += max(0.0, 1 - moved.sum())
-        return float(np.abs(moved - self.grouped).sum() / 2)
-
-
-def _group(rank: int) -> int:
-    return sum(rank >= edge for edge in EDGES)
 
 
 @dataclass(frozen=True)
@@ -362,55 +300,3 @@ def coupling_bound(different: int, requests: int, *, alpha: float = ALPHA) -> fl
     if requests == 0 or different == requests:
         return 1.0
     return float(stats.beta.isf(alpha, different + 1, requests - different))
-
-
-class EProcess:
-    """A test that may be watched while evidence arrives, and stopped whenever one likes.
-
-    Under the null the product of q(token) / p(token), with q chosen before the token is seen, is a
-    martingale of mean 1: it exceeds 1 / alpha with a chance of at most alpha, ever (Ville). q is p
-    tilted by what the groups have shown so far.
-    """
-
-    def __init__(self, *, alpha: float = ALPHA, caution: float = 30.0) -> None:
-        self.alpha = alpha
-        self.tokens = 0
-        self.log_e = 0.0
-        self.peak = 0.0
-        self._caution = caution
-        self._observed = np.zeros(GROUPS)
-        self._expected = np.zeros(GROUPS)
-
-    @property
-    def rejected(self) -> bool:
-        """Has the evidence ever been strong enough?"""
-        return self.peak >= -math.log(self.alpha)
-
-    def update(self, law: Law, token: Hashable) -> float:
-        """Take in one token; returns the logarithm of the e-value."""
-        p_G, group = law.grouped, law.group(token)
-        if not law.allows(token):
-            self.log_e = math.inf
-        else:
-            shares = self._expected / max(self._expected.sum(), 1.0)
-            prior = self._caution * np.maximum(shares, 0.02)
-            q_G = p_G * (self._observed + prior) / (self._expected + prior)
-            self.log_e += math.log(q_G[group] / q_G.sum() / p_G[group])
-        self.tokens += 1
-        self.peak = max(self.peak, self.log_e)
-        self._observed[group] += 1
-        self._expected += p_G
-        return self.log_e
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "tokens": self.tokens,
-            "log_e": _json_number(self.log_e),
-            "peak_log_e": _json_number(self.peak),
-            "reject_at_log_e": -math.log(self.alpha),
-            "rejected": self.rejected,
-        }
-
-
-def _json_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.core.law import ALPHA, Setting
 from outrider.errors import InvalidParameter
-from outrider.evaluate.certify_law import ALPHA, EFFECT, tokens_for
+from outrider.evaluate.certify_law import EFFECT, tokens_for
 
 LENGTH = 4  # output tokens per request: the fourth can follow a step that accepted two guesses
 GUESSES = 2  # per step
 _DF = 7  # of the test over all settings, see `certify_law.EDGES`
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting of the sampler.
-
-    Attributes:
-        name: for people; says whether few tokens remain (narrow) or all (wide).
-    """
-
-    name: str
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
 
 
 SETTINGS = (

@@ -9,23 +9,19 @@ decide are left out, which they are before anything is drawn there. No tensor li
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.backends.base import Answer, Ask, Backend, EngineUnfit, TokenLogprob
-from outrider.evaluate.certify_law import ContextTally, EProcess, Law, LawTest, Tally
-from outrider.evaluate.certify_plan import CertifyPlan, Setting
+from outrider.core.law import EProcess, Law, Setting, law_of, readable, token_label
+from outrider.evaluate.certify_law import ContextTally, LawTest, Tally
+from outrider.evaluate.certify_plan import CertifyPlan
 
 TOP = (20, 5)  # log-probabilities asked for; the second where the first is refused
 AT_ONCE = 32
-SLACK = 1e-3  # mass of unlisted tokens that may be uncertain
 TIE = 0.3  # nats: bf16 logits near 20 are 0.125 apart, two of them on each side
-EDGE = 0.15  # nats between the last token of a top-k and the next: below, either may be in it
-NUCLEUS_EDGE = 0.02  # mass between the nucleus's edge and top-p: below, likewise
 SABOTAGE = 0.15  # total variation that the sabotage run aims for
-_IDS = "token_id:"
 
 ALL = "all positions"
 LATER = "positions 2 and later"
@@ -101,81 +97,9 @@ class RemoteEvidence:
         return [*rows, self.contexts.test(alpha=alpha)]
 
 
-def _readable(label: Hashable) -> bool:
-    """Is a token's name its whole text, so that no other token has the same?"""
-    return isinstance(label, int) or (
-        isinstance(label, str) and label != "" and "\ufffd" not in label
-    )
-
-
 def labelled(entries: Sequence[TokenLogprob] | None) -> Labels:
     """How an answer names its tokens."""
-    return tuple(_label(entry.token) for entry in entries or ())
-
-
-def _label(token: str) -> Hashable:
-    number = token.removeprefix(_IDS)
-    return int(number) if token.startswith(_IDS) and number.isdecimal() else token
-
-
-def law_of(top: Sequence[tuple[str, float]], setting: Setting) -> Law | None:
-    """The law at a setting from log-probabilities at temperature 1; `None` if they do not decide.
-
-    With rest mass r behind a last listed probability p_min, unlisted weights at temperature
-    T <= 1 add up to at most p_min^(1/T - 1) r.
-    """
-    ranked = sorted({_label(t): p for t, p in top}.items(), key=lambda item: -item[1])
-    ranked = [(token, p) for token, p in ranked if math.isfinite(p)]
-    if not ranked:
-        return None
-    plain = setting.temperature == 1 and not setting.top_k and setting.top_p == 1
-    shared = sum(math.exp(p) for token, p in ranked if not _readable(token))
-    if shared > SLACK and not plain:
-        return None  # several tokens may share such a name, and their ranks count here
-    ranked = [(token, p) for token, p in ranked if _readable(token)]
-    if not ranked:
-        return None
-    rest = max(0.0, 1 - sum(math.exp(p) for _, p in ranked))
-    power = 1 / setting.temperature
-    kept = ranked[: setting.top_k] if setting.top_k else ranked
-    if setting.top_k and len(kept) < setting.top_k and rest > SLACK:
-        return None
-    if setting.top_k and len(ranked) > len(kept) and kept[-1][1] - ranked[len(kept)][1] < EDGE:
-        return None  # in the numbers of another pass, another token may be the last
-    weights = [math.exp(power * p) for _, p in kept]
-    hidden, unsure = 0.0, 0.0
-    if not setting.top_k:
-        most = math.exp((power - 1) * ranked[-1][1]) * rest
-        if setting.temperature == 1:
-            hidden = rest
-        elif setting.temperature < 1:
-            hidden = unsure = most / 2
-        else:
-            return None  # nothing bounds how much is hidden at a higher temperature
-    total = sum(weights) + hidden
-    if unsure / total > SLACK:
-        return None
-    shares = [weight / total for weight in weights]
-    if setting.top_p < 1:
-        cut = _nucleus(shares, setting.top_p)
-        if cut is None:
-            return None
-        kept, mass = kept[:cut], sum(shares[:cut])
-        shares = [share / mass for share in shares[:cut]]
-    closed = bool(setting.top_k) or setting.top_p < 1
-    return Law(tuple(t for t, _ in kept), tuple(shares), closed=closed)
-
-
-def _nucleus(shares: Sequence[float], top_p: float) -> int | None:
-    """How many of the likeliest reach the mass; `None` where the listed ones do not, or all but."""
-    mass = 0.0
-    for count, share in enumerate(shares, 1):
-        mass += share
-        if abs(mass - top_p) < NUCLEUS_EDGE:
-            return None  # a rounding decides on which side of the edge it ends
-        if mass > top_p:
-            return count
-    return None
+    return tuple(token_label(entry.token) for entry in entries or ())
 
 
 async def introduce(backend: Backend) -> Side:
@@ -193,7 +117,7 @@ async def introduce(backend: Backend) -> Side:
             answer = await backend.answer(_reference(side, "One, two,"))
             entries = answer.logprobs
             told = answer.error is None and entries and entries[0].top
-            if entries and told and (not by_id or isinstance(_label(entries[0].token), int)):
+            if entries and told and (not by_id or isinstance(token_label(entries[0].token), int)):
                 return side
             reasons.append(answer.error or "no log-probabilities came back")
     raise EngineUnfit(
@@ -248,7 +172,7 @@ class References:
         """Does the engine read a context that is continued as text as the tokens that came?"""
         if self._side.by_id or not isinstance(self.prompt, str) or not prefix:
             return True
-        if not all(map(_readable, prefix)):
+        if not all(map(readable, prefix)):
             return False
         if not self._side.certain:
             return True
@@ -533,10 +457,10 @@ def _compare(text: str, row: Labels, references: References) -> GreedyRow:
         if told is None:
             continue
         top = sorted(told, key=lambda item: -item[1])
-        best, score = _label(top[0][0]), top[0][1]
+        best, score = token_label(top[0][0]), top[0][1]
         if best == token:
             continue
-        own = next((p for t, p in top if _label(t) == token), None)
+        own = next((p for t, p in top if token_label(t) == token), None)
         margin = None if own is None else score - own
         found = GreedyRow(text, len(row), place, str(best), str(token), margin)
         if margin is None:
