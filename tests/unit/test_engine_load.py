@@ -11,7 +11,8 @@ import pytest
 from outrider.core.grammar import Mask
 from outrider.core.sampling import SamplingParams
 from outrider.core.tree import DraftTree
-from outrider.drafters.base import NodeBudget
+from outrider.drafters.base import Needs, NodeBudget
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Completion, Engine, EngineConfig, FixedBudget
 from outrider.engine.drafting import UNGRAMMATICAL, grammatical
@@ -284,3 +285,74 @@ def test_a_profiles_bound_holds_for_its_request_only() -> None:
     assert max(step.proposed for step in done[bound].steps) == 1
     assert max(step.proposed for step in done[free].steps) > 1
     assert done[bound].tokens == done[free].tokens
+
+
+# -- a rule for each request ----------------------------------------------------------------------
+
+
+REPEATING = [1, 2, 3, 4] * 5
+
+
+def with_ngram(**config: object) -> Engine:
+    return Engine(
+        TableTarget(context_length=400, sharpness=6.0, ripple=0.0),
+        drafters={"ngram": NgramDrafter(), "suffix": SuffixDrafter()},
+        config=EngineConfig(**{"slots": 4, **config}),  # type: ignore[arg-type]
+        budget=FixedBudget(nodes=6, depth=4),
+    )
+
+
+def test_each_request_is_judged_by_its_own_rule_in_one_batch() -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=40, seed=5)
+    rules = ("walk", "reject", "block")
+
+    def alone(rule: str) -> Completion:
+        engine = with_ngram()
+        request = engine.add(REPEATING, params, drafter="ngram", rule=rule)
+        return drain(engine)[request]
+
+    engine = with_ngram(slots=3)
+    requests = [engine.add(REPEATING, params, drafter="ngram", rule=rule) for rule in rules]
+    together = drain(engine)
+    for request, rule in zip(requests, rules, strict=True):
+        done = together[request]
+        assert {step.rule for step in done.steps} == {rule}
+        assert max(step.sequences for step in done.steps) == 3
+        assert sum(step.accepted for step in done.steps) > 0
+        assert done.tokens == alone(rule).tokens
+    [plain] = with_ngram().generate([REPEATING], params)
+    assert together[requests[0]].tokens == plain.tokens
+
+
+def test_a_rule_for_chains_with_a_drafter_of_trees_is_refused_when_put_together() -> None:
+    with pytest.raises(InvalidParameter, match="rule block judges chains and drafter suffix"):
+        with_ngram(rule="block")
+    engine = with_ngram()
+    with pytest.raises(InvalidParameter, match="rule block judges chains and drafter suffix"):
+        engine.add([1, 2], LONG, drafter="suffix", rule="block")
+    engine.add([1, 2], LONG, drafter="ngram", rule="block")
+    engine.add([1, 2], LONG, drafter="suffix", rule="block", most=NodeBudget(1, 1))
+    assert all(done.error is None for done in drain(engine).values())
+    with pytest.raises(InvalidParameter, match="rule is 'typical'"):
+        engine.add([1, 2], LONG, rule="typical")
+
+
+class _Fickle(SuffixDrafter):
+    """Says that it makes chains, and does not."""
+
+    needs = Needs(trees=False)
+
+    def propose(self, views: Sequence[object], budgets: Sequence[NodeBudget]) -> list[DraftTree]:
+        return [DraftTree((view.root, 1, 2), (-1, 0, 0)) for view in views]  # type: ignore[attr-defined]
+
+
+def test_a_drafter_is_held_to_its_word_on_chains() -> None:
+    engine = Engine(
+        TableTarget(context_length=400),
+        drafters={"fickle": _Fickle()},
+        config=EngineConfig(rule="block"),
+        budget=FixedBudget(nodes=6, depth=4),
+    )
+    [done] = engine.generate([REPEATING], LONG, drafter="fickle")
+    assert done.error is None and len(done.tokens) == 40
+    assert any(step.reason.startswith("drafter fault") for step in done.steps)

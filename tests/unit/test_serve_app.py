@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.engine import CostBudget, CostTable, FixedBudget
+from outrider.errors import InvalidParameter
 from outrider.models.cache import KVCache
 from outrider.models.target import Forward, Segment
 from outrider.serve.keys import hash_key
@@ -120,6 +121,43 @@ def test_a_profile_is_chosen_by_header_or_by_name() -> None:
     assert refusal(post(CHAT, chat_body(model=f"{NAME}@no")))["code"] == "model_not_found"
     closed = fake_service(choose_profile=False)
     assert post(CHAT, chat_body(model=f"{NAME}@baseline"), closed).status == 403
+
+
+def test_profiles_have_rules_of_their_own() -> None:
+    profiles = {
+        "walking": {"drafter": "ngram"},
+        "judged": {"drafter": "ngram", "rule": "block"},
+    }
+    service = fake_service(profiles=profiles)
+    rules: dict[str, set[str]] = {}
+
+    async def ask(client: AsgiClient) -> None:
+        taken = service.worker.engine.take
+
+        def noted(request: int) -> Any:
+            done = taken(request)
+            rules.setdefault(done.params.seed, set()).update(step.rule for step in done.steps)
+            return done
+
+        service.worker.engine.take = noted  # type: ignore[method-assign]
+        asked = [
+            client.post(CHAT, chat_body(model=f"{NAME}@{name}", seed=seed), headers={})
+            for seed, name in enumerate((*profiles, "baseline"))
+        ]
+        assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
+
+    with_client(service, ask)
+    assert rules == {0: {"walk"}, 1: {"block"}, 2: {"walk"}}
+
+
+def test_a_rule_that_cannot_judge_its_profiles_drafter_is_refused_at_start() -> None:
+    for settings in (
+        {"profiles": {"fast": {"drafter": "suffix", "rule": "block"}}},
+        {"engine": {"rule": "block"}},
+    ):
+        with pytest.raises(InvalidParameter, match="profile fast: rule block judges chains"):
+            fake_service(**settings)
+    fake_service(profiles={"fast": {"drafter": "suffix", "rule": "walk"}}, engine={"rule": "block"})
 
 
 def test_several_answers_have_seeds_of_their_own() -> None:

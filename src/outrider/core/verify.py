@@ -166,3 +166,4 @@ def _block_accepts(
 
 
 RULES: dict[str, Rule] = {"walk": walk, "reject": reject, "block": block}
+FOR_CHAINS = frozenset({"block"})  # rules that cannot judge a tree that branches

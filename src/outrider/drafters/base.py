@@ -21,15 +21,18 @@ from outrider.core.tree import DraftTree
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter wants: hidden states entering these layers, and memory of its own.
+    """What a drafter wants: hidden states entering these layers, memory of its own, and a rule.
 
     Attributes:
         layers: layers of the target; empty for most drafters.
         memory_bytes: what it allocates beside its weights, for the engine's memory plan.
+        trees: its guesses may branch, so that a rule for chains cannot judge them. A drafter that
+            says no is held to it.
     """
 
     layers: tuple[int, ...] = ()
     memory_bytes: int = 0
+    trees: bool = True
 
 
 @dataclass(frozen=True)

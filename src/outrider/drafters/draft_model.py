@@ -58,7 +58,10 @@ class DraftModelDrafter:
         self._model = model
         self._length = self.config.length or model.context_length
         rows = self._length + 64
-        self.needs = Needs(memory_bytes=model.cache_shape.nbytes(self.config.sequences, rows))
+        self.needs = Needs(
+            memory_bytes=model.cache_shape.nbytes(self.config.sequences, rows),
+            trees=self.config.branching > 1,
+        )
         self._cache = model.new_cache(slots=self.config.sequences, length=rows)
         self._tokens: dict[int, list[int]] = {}
         self._slots: dict[int, int] = {}

@@ -89,7 +89,9 @@ class EagleDrafter:
         self._length = length
         rows = length + TREE_ROWS * self.shape.beam
         self.needs = Needs(
-            layers=model.features, memory_bytes=model.cache_shape.nbytes(sequences, rows)
+            layers=model.features,
+            memory_bytes=model.cache_shape.nbytes(sequences, rows),
+            trees=self.shape.branching > 1,
         )
         self._cache: KVCache = model.new_cache(slots=sequences, length=rows)
         rule = DraftRule(

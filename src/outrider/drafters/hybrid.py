@@ -77,7 +77,9 @@ class HybridDrafter:
         self._members = sorted(members, key=lambda m: m.cost)
         layers = sorted({n for m in members for n in m.drafter.needs.layers})
         self.needs = Needs(
-            tuple(layers), memory_bytes=sum(m.drafter.needs.memory_bytes for m in members)
+            tuple(layers),
+            memory_bytes=sum(m.drafter.needs.memory_bytes for m in members),
+            trees=len(members) > 1 or members[0].drafter.needs.trees,
         )
         self._states: dict[int, _State] = {}
 

@@ -121,7 +121,7 @@ class NgramDrafter:
     """
 
     name: str = "ngram"
-    needs: Needs = Needs()
+    needs: Needs = Needs(trees=False)
 
     def __init__(self, config: NgramConfig | None = None) -> None:
         self.config = config or NgramConfig()

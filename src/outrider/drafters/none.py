@@ -12,7 +12,7 @@ class NoneDrafter:
     """Every tree is a root; there is no state."""
 
     name: str = "none"
-    needs: Needs = Needs()
+    needs: Needs = Needs(trees=False)
 
     def observe(self, commits: Sequence[Commit]) -> None:
         """Nothing to learn."""

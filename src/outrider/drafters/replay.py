@@ -118,7 +118,7 @@ class ReplayDrafter:
     """Proposes from recordings. Where a prompt has several, the first that agrees speaks."""
 
     name: str = "replay"
-    needs: Needs = Needs()
+    needs: Needs = Needs(trees=False)
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
         self._recordings: dict[tuple[str, int], list[Recording]] = {}

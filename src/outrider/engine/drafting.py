@@ -10,10 +10,9 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.core.grammar import Grammar
-from outrider.core.noise import Purpose
 from outrider.core.tree import DraftTree
 from outrider.drafters.base import Commit, Drafter, NodeBudget
 from outrider.engine.budget import Budget, Subject
@@ -77,12 +76,10 @@ class Drafting:
         drafters: Mapping[str, Drafter],
         budget: Budget,
         vocab_size: int,
-        draft_purpose: Purpose,
     ) -> None:
         self._drafters = drafters
         self._budget = budget
         self._vocab_size = vocab_size
-        self._purpose = draft_purpose
         self._faults: dict[int, str] = {}
         self._asked: set[int] = set()
 
@@ -137,7 +134,7 @@ class Drafting:
         self, name: str, pairs: SequenceOf[tuple[Sequence, NodeBudget]]
     ) -> dict[int, DraftTree]:
         """Trees by sequence id from one drafter; none where it fails."""
-        views = [sequence.view(self._purpose) for sequence, _ in pairs]
+        views = [sequence.view() for sequence, _ in pairs]
         budgets = [limit for _, limit in pairs]
         begin = time.perf_counter()
         try:
@@ -146,6 +143,8 @@ class Drafting:
                 raise InvalidTree(f"{len(trees)} trees for {len(views)} sequences")
             for tree, view, budget in zip(trees, views, budgets, strict=True):
                 check_tree(tree, root=view.root, budget=budget, vocab_size=self._vocab_size)
+                if not (tree.is_chain or self._drafters[name].needs.trees):
+                    raise InvalidTree(f"drafter {name} says that it only makes chains")
         except Exception as fault:
             self._disable(name, [view.id for view in views], fault)
             return {}
@@ -212,7 +211,7 @@ def _within(budget: NodeBudget, most: NodeBudget | None) -> NodeBudget:
     """The budget, held to what the request's profile allows."""
     if most is None:
         return budget
-    return NodeBudget(min(budget.nodes, most.nodes), min(budget.depth, most.depth))
+    return replace(budget, nodes=min(budget.nodes, most.nodes), depth=min(budget.depth, most.depth))
 
 
 def _subject(sequence: Sequence) -> Subject:

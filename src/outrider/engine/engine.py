@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from outrider.core.grammar import Grammar
-from outrider.core.noise import Purpose
 from outrider.core.sampling import SamplingParams, distribution, logprobs
 from outrider.core.tree import DraftTree
-from outrider.core.verify import RULES, Verdict
+from outrider.core.verify import FOR_CHAINS, RULES, Verdict
 from outrider.drafters.base import Commit, Drafter, NodeBudget
 from outrider.drafters.none import NoneDrafter
 from outrider.engine.admission import WaitingLine
@@ -60,7 +59,7 @@ class EngineConfig:
             for no difference.
         queue: requests that may wait for a slot; `None` for no bound.
         patience_s: seconds after which a waiting request is sent away; `None` for never.
-        rule: walk, reject or block.
+        rule: walk, reject or block, for requests that name none.
         reuse_prefix: keep a finished request's cache rows for a prompt that starts the same.
         max_nodes, max_depth: never guess more than this per sequence and step.
     """
@@ -182,7 +181,8 @@ class Engine:
             budget: how much to guess; measured costs by default.
 
         Raises:
-            InvalidParameter: the context exceeds the model's.
+            InvalidParameter: the context exceeds the model's, or the rule cannot judge what a
+                drafter offers.
             OutOfMemory: the memory plan does not fit.
         """
         self.config = config or EngineConfig()
@@ -193,6 +193,8 @@ class Engine:
                 f"context is {self.context}; {target.name} reaches {target.context_length}"
             )
         self.drafters: dict[str, Drafter] = {"none": NoneDrafter(), **(drafters or {})}
+        for name in self.drafters:
+            self.check_rule(self.config.rule, drafter=name)
         self.plan = self._memory_plan()
         self.plan.check(slots=self.config.slots, context=self.context)
         self._tokenizer = tokenizer
@@ -200,9 +202,7 @@ class Engine:
         self._cache = target.new_cache(slots=self.config.slots, length=length)
         self._pool = SlotPool(self._cache, reuse=self.config.reuse_prefix)
         self.budget = budget or self._measured_budget(cache_folder() / "costs")
-        purpose = Purpose.TOKEN if self.config.rule == "walk" else Purpose.DRAFT
-        self._drafting = Drafting(self.drafters, self.budget, target.vocab_size, purpose)
-        self._rule = RULES[self.config.rule]
+        self._drafting = Drafting(self.drafters, self.budget, target.vocab_size)
         self._cores = (
             owning_the_cores if isinstance(target, NativeTransformer) else nullcontext[None]
         )
@@ -225,6 +225,7 @@ class Engine:
         grammar: Grammar | None = None,
         most: NodeBudget | None = None,
         tokenizer: Decoder | None = None,
+        rule: str | None = None,
     ) -> int:
         """Queue a request; returns its id.
 
@@ -236,13 +237,16 @@ class Engine:
             grammar: what its output must follow, in its first state; belongs to this request alone.
             most: never guess more than this for it.
             tokenizer: turns its tokens into text; `None` takes the engine's.
+            rule: how its guesses are judged; `None` takes the engine's.
 
         Raises:
             InvalidParameter: the prompt is empty, too long or not of this vocabulary, the output
-                cannot fit, or the drafter is unknown.
+                cannot fit, the drafter is unknown, or the rule cannot judge what it offers.
             Overloaded: too many requests wait already.
         """
         self._check(prompt, params, drafter)
+        rule = rule or self.config.rule
+        self.check_rule(rule, drafter=drafter, most=most)
         if grammar is not None and params.ignore_eos:
             raise InvalidParameter("ignore_eos with a grammar; the grammar ends the output")
         request = next(self._ids)
@@ -257,9 +261,30 @@ class Engine:
             tenant=tenant,
             grammar=grammar,
             most=most,
+            rule=rule,
         )
         self._waiting.push(sequence, free=len(self._pool))
         return request
+
+    def check_rule(self, rule: str, *, drafter: str, most: NodeBudget | None = None) -> None:
+        """Can a rule judge what a drafter of this engine offers?
+
+        Args:
+            rule: its name.
+            drafter: the name that requests use.
+            most: what is guessed at most; a tree of one node cannot branch.
+
+        Raises:
+            InvalidParameter: the rule is unknown, or is for chains and the drafter's trees branch.
+        """
+        if rule not in RULES:
+            raise InvalidParameter(f"rule is {rule!r}; use one of {', '.join(RULES)}")
+        nodes = min(self.config.max_nodes, most.nodes if most else self.config.max_nodes)
+        if rule in FOR_CHAINS and nodes > 1 and self.drafters[drafter].needs.trees:
+            raise InvalidParameter(
+                f"rule {rule} judges chains and drafter {drafter} offers trees; use rule walk or "
+                "reject, a drafter of chains (ngram, draft_model, eagle3:DIR,chain), or max_nodes 1"
+            )
 
     def cancel(self, request: int) -> None:
         """End one request now; its last update comes with the next step. Others are untouched."""
@@ -495,7 +520,7 @@ class Engine:
                 logits_NV[node], sequence.params, past.along(tree.path_tokens(node))
             )
 
-        return self._rule(tree, p, sequence.noise, start=len(sequence.tokens))
+        return RULES[sequence.rule](tree, p, sequence.noise, start=len(sequence.tokens))
 
     def _commit(
         self, sequence: Sequence, tree: DraftTree, verdict: Verdict, logits_NV: Tensor
@@ -535,7 +560,7 @@ class Engine:
         return StepRecord(
             request=sequence.id,
             drafter=sequence.drafter,
-            rule=self.config.rule,
+            rule=sequence.rule,
             precision=self.target.precision,
             lossless=True,
             proposed=len(guess.tree) - 1 if guess else 0,

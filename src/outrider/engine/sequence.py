@@ -141,6 +141,7 @@ class Sequence:
         tenant: str = "",
         grammar: Grammar | None = None,
         most: NodeBudget | None = None,
+        rule: str = "walk",
     ) -> None:
         if params.stop and tokenizer is None:
             raise InvalidParameter(
@@ -152,6 +153,7 @@ class Sequence:
         self.tenant = tenant
         self.grammar = grammar
         self.most = most
+        self.rule = rule
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.noise = Noise(self.seed)
         own_ends = frozenset() if params.ignore_eos else end_tokens
@@ -186,23 +188,24 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def view(self, draft_purpose: Purpose) -> SequenceView:
+    def view(self) -> SequenceView:
         """What a drafter may see.
 
-        With the target's own noise a position keeps its number whenever it is guessed. Independent
-        noise is fresh in every step: `block` looks at guesses that it drops, and drawing them
-        again from the same numbers would not be drawing from `q` any more.
+        Only `walk` lets it draw with the target's own noise; a position then keeps its number
+        whenever it is guessed. Independent noise is fresh in every step: `block` looks at guesses
+        that it drops, and drawing them again from the same numbers would not be drawing from `q`
+        any more.
         """
-        noise = self.noise
-        if draft_purpose is Purpose.DRAFT:
-            noise = noise.for_step(len(self._tokens))
+        noise, purpose = self.noise, Purpose.TOKEN
+        if self.rule != "walk":
+            noise, purpose = noise.for_step(len(self._tokens)), Purpose.DRAFT
         return SequenceView(
             id=self.id,
             tokens=self._tokens,
             prompt_length=self.prompt_length,
             params=self.params,
             ends=self.ends,
-            stream=Stream(noise, draft_purpose),
+            stream=Stream(noise, purpose),
             tenant=self.tenant,
         )
 

@@ -256,7 +256,7 @@ class _WrongGuesses:
     """Guesses one token again and again: a step of a chosen size whose guesses mostly fail."""
 
     name = "wrong"
-    needs = Needs()
+    needs = Needs(trees=False)
 
     def observe(self, commits: Sequence[Commit]) -> None:
         return

@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.core.noise import Purpose
 from outrider.core.tree import DraftTree
 from outrider.drafters.base import Commit, Drafter, NodeBudget
 from outrider.drafters.none import NoneDrafter
@@ -163,7 +162,7 @@ class Replay:
         if side.draft is not None:
             budget = GivenDraftTimes(budget, side.draft)
         drafters = {PLAIN: NoneDrafter(), side.name: side.drafter}
-        self._drafting = Drafting(drafters, budget, facts.vocab_size, Purpose.TOKEN)
+        self._drafting = Drafting(drafters, budget, facts.vocab_size)
         self._requests = 0
         self._steps = 0
 

@@ -97,6 +97,7 @@ async def prepare(service: Service, exchange: Exchange, request: ChatRequest) ->
             tenant=plan.tenant(exchange.caller.tenant, request.cache_salt),
             grammar=follower,
             most=choice.most,
+            rule=choice.profile.rule,
             tokenizer=service.call_decoder if tools.tools else None,
         )
         for seed, follower in zip(plan.seeds(request, number), followers, strict=True)

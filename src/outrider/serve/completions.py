@@ -149,6 +149,7 @@ async def prepare(
                     tenant=plan.tenant(exchange.caller.tenant, request.cache_salt),
                     grammar=followers[place * number + index],
                     most=choice.most,
+                    rule=choice.profile.rule,
                 )
             )
     kind = prompt_type(exchange.headers.text(PROMPT_TYPE))

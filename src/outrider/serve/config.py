@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from outrider.records.settings import checked, read_yaml
 
 BASELINE = "baseline"
+Rule = Literal["walk", "reject", "block"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -34,6 +35,7 @@ class Profile(Part):
     Attributes:
         drafter: the drafter's spec, as on the command line.
         max_nodes, max_depth: never guess more than this per step; the budget may guess less.
+        rule: how guesses are judged; `None` takes the engine's.
         pad: streamed chunks are padded to a multiple of 256 bytes, against reading along by size.
         interval_ms: streamed text is sent at most this often, against reading along by timing;
             0 sends every step's text at once.
@@ -42,6 +44,7 @@ class Profile(Part):
     drafter: str = "none"
     max_nodes: Count | None = None
     max_depth: Count | None = None
+    rule: Rule | None = None
     pad: bool = False
     interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 0
 
@@ -55,7 +58,7 @@ class EngineSettings(Part):
             memory allows.
         queue, patience_s: requests that may wait, and for how long.
         prefill_chunk, busy_chunk: prompt tokens per step, alone and while others are streaming.
-        rule: the verification rule.
+        rule: the verification rule of profiles that name none.
         memory_share: part of the free memory that the cache may take.
     """
 
@@ -65,7 +68,7 @@ class EngineSettings(Part):
     patience_s: Seconds = 30.0
     prefill_chunk: Count = 256
     busy_chunk: Count = 64
-    rule: Literal["walk", "reject", "block"] = "walk"
+    rule: Rule = "walk"
     memory_share: Annotated[float, Field(gt=0, le=0.95)] = 0.5
 
 
@@ -223,8 +226,9 @@ class ServerConfig(Part):
         return next(iter(self.profiles)) if len(self.profiles) == 1 else BASELINE
 
     def profile(self, name: str) -> Profile:
-        """A profile by name; the caller knows that it is there."""
-        return Profile() if name == BASELINE else self.profiles[name]
+        """A profile by name, with its rule; the caller knows that it is there."""
+        profile = Profile() if name == BASELINE else self.profiles[name]
+        return profile.model_copy(update={"rule": profile.rule or self.engine.rule})
 
 
 def _fitting(value: str, what: str) -> str:

@@ -117,7 +117,7 @@ class Profiles:
             profile.drafter,
             str(profile.max_nodes),
             str(profile.max_depth),
-            self._config.engine.rule,
+            str(profile.rule),
         )
         digest = hashlib.sha256("|".join(parts).encode()).hexdigest()
         return Choice(name, model, profile, f"fp_{digest[:16]}")

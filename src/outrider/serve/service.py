@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from outrider.drafters.table import Setting, build_drafter
@@ -21,7 +22,7 @@ from outrider.serve.grammar import Follower, GrammarCompiler, GrammarSource
 from outrider.serve.keys import KeyRing
 from outrider.serve.metrics import Metrics
 from outrider.serve.plan import Room
-from outrider.serve.profiles import Profiles
+from outrider.serve.profiles import Choice, Profiles
 from outrider.serve.text import KeepMarkers, TextModel
 from outrider.serve.tools import find_format, knows_tools
 from outrider.serve.worker import Worker
@@ -46,6 +47,9 @@ class Loaded(Protocol):
     @property
     def tokenizer(self) -> TextModel: ...
 
+    @property
+    def source(self) -> Path: ...
+
 
 class Service:
     """One target, its profiles and the thread that decodes.
@@ -61,7 +65,8 @@ class Service:
         """Put it together.
 
         Raises:
-            InvalidParameter, DrafterMismatch, ModelError: a drafter cannot be built.
+            InvalidParameter, DrafterMismatch, ModelError: a drafter cannot be built, or a
+                profile's rule cannot judge what its drafter offers.
             OutOfMemory: the memory plan does not fit.
         """
         target, self.text = loaded.target, loaded.tokenizer
@@ -70,7 +75,9 @@ class Service:
         self.traces = None if config.traces is None else _traces(config.traces)
         self.keys = KeyRing(config)
         self.profiles = Profiles(config, target_fingerprint=target.fingerprint)
-        engine = _engine(config, target, self.text, budget)
+        engine = _engine(config, loaded, budget)
+        for name in self.profiles.names:
+            _check_rule(engine, self.profiles.choice(name, model=config.served_name))
         self.worker = Worker(engine, observer=self.metrics)
         self.room = Room(target.vocab_size, engine.context, config.limits)
         self.table = TokenTable(self.text.token_bytes())
@@ -173,15 +180,30 @@ async def _within(
         return await future
 
 
-def _engine(config: ServerConfig, target: Target, text: TextModel, budget: Budget | None) -> Engine:
-    settings = config.engine
+def _check_rule(engine: Engine, choice: Choice) -> None:
+    profile = choice.profile
+    assert profile.rule is not None
+    try:
+        engine.check_rule(profile.rule, drafter=profile.drafter, most=choice.most)
+    except InvalidParameter as fault:
+        raise InvalidParameter(f"profile {choice.name}: {fault}") from None
+
+
+def _engine(config: ServerConfig, loaded: Loaded, budget: Budget | None) -> Engine:
+    settings, target, text = config.engine, loaded.target, loaded.tokenizer
     nodes = max((p.max_nodes or 31 for p in config.profiles.values()), default=31)
     depth = max((p.max_depth or 31 for p in config.profiles.values()), default=31)
     context = settings.context or fitting_context(
         target, slots=settings.slots, spare=nodes + 1, share=settings.memory_share
     )
     # The tokenizer of a real model is what drafters of other models are compared with.
-    setting = Setting(target, text, sequences=settings.slots, context=context)  # type: ignore[arg-type]
+    setting = Setting(
+        target,
+        text,  # type: ignore[arg-type]
+        sequences=settings.slots,
+        context=context,
+        source=loaded.source,
+    )
     specs = dict.fromkeys(p.drafter for p in config.profiles.values() if p.drafter != "none")
     return Engine(
         target,
@@ -194,7 +216,6 @@ def _engine(config: ServerConfig, target: Target, text: TextModel, budget: Budge
             busy_chunk=settings.busy_chunk,
             queue=settings.queue,
             patience_s=settings.patience_s,
-            rule=settings.rule,
             max_nodes=nodes,
             max_depth=depth,
         ),

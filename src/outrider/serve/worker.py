@@ -44,6 +44,7 @@ class Job:
     grammar: Grammar | None = None
     most: NodeBudget | None = None
     tokenizer: Decoder | None = None
+    rule: str | None = None
 
 
 class Observer(Protocol):
@@ -233,6 +234,7 @@ class Worker:
                 grammar=job.grammar,
                 most=job.most,
                 tokenizer=job.tokenizer,
+                rule=job.rule,
             )
         except Exception as refusal:
             self._call(member.group.fail, refusal)

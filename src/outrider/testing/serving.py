@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,6 +59,7 @@ class FakeModel:
 
     target: Target = field(default_factory=text_target)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    source: Path = Path("fake")
 
 
 def fake_service(

@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 BACKEND_KEY = "OUTRIDER_BACKEND_KEY"  # sent to every attached engine
 Told = Callable[[str, str, str], None]  # profile, what happened, a line
 
-_OWN_WORDS = {"draft_model": "draft_model", "eagle3": "eagle", "medusa": "medusa"}
-
 
 class Embedded(Protocol):
     """The embedded engine's server, started."""
@@ -54,12 +52,6 @@ def embedded_config(config: RolloutConfig, options: Mapping[str, object]) -> Ser
     wanted = {n: p for n, p in config.profiles.items() if runs_embedded(p)}
     if not wanted:
         return None
-    rules = {p.rule for p in wanted.values() if p.speculative}
-    if len(rules) > 1:
-        raise InvalidParameter(
-            f"profiles of one embedded engine have rules {', '.join(sorted(rules))}; use one"
-        )
-    rule = next(iter(rules), "exact")
     engine = options.get("engine")
     values = {
         "target": config.target,
@@ -68,6 +60,7 @@ def embedded_config(config: RolloutConfig, options: Mapping[str, object]) -> Ser
             name: {
                 "drafter": embedded_drafter(profile),
                 "max_depth": profile.num_speculative_tokens,
+                "rule": "walk" if profile.rule == "exact" else profile.rule,
                 "pad": profile.pad,
                 "interval_ms": profile.interval_ms,
             }
@@ -76,10 +69,7 @@ def embedded_config(config: RolloutConfig, options: Mapping[str, object]) -> Ser
         },
         "default_profile": BASELINE,
         **{name: value for name, value in options.items() if name != "engine"},
-        "engine": {
-            **(engine if isinstance(engine, dict) else {}),
-            "rule": "walk" if rule == "exact" else rule,
-        },
+        "engine": engine if isinstance(engine, dict) else {},
     }
     return make_config(values, source="rollout")
 
@@ -89,16 +79,17 @@ def runs_embedded(profile: Profile) -> bool:
 
 
 def embedded_drafter(profile: Profile) -> str:
-    """The drafter's spec, as on the command line: `eagle:FOLDER`, or a word such as `suffix`."""
+    """The drafter's spec, as on the command line: `eagle3:FOLDER`, or a word such as `suffix`."""
     method, drafter = profile.method, profile.drafter
     if not profile.speculative:
         return "none"
-    word = _OWN_WORDS.get(method or "", method)
     if drafter is None:
-        return word or "none"
-    if word is None or drafter == word or drafter.startswith(f"{word}:"):
+        return method or "none"
+    if method is None or drafter == method or drafter.startswith(f"{method}:"):
         return drafter
-    return f"{word}:{drafter}"
+    if method != "draft_model" and (Path(drafter).expanduser() / "config.json").is_file():
+        return drafter  # the folder says of which style its head is
+    return f"{method}:{drafter}"
 
 
 class Engines:
