@@ -95,10 +95,18 @@ class SequenceView:
 
 @dataclass(frozen=True)
 class NodeBudget:
-    """How much may be guessed for one sequence: nodes beside the root, and depth."""
+    """How much may be guessed for one sequence.
+
+    Attributes:
+        nodes: beside the root.
+        depth: of the deepest.
+        least: a path less likely than this is not worth another pass of a drafter that runs a
+            model; advice, which a tree that carries `q` does not follow.
+    """
 
     nodes: int
     depth: int
+    least: float = 0.0
 
 
 @runtime_checkable

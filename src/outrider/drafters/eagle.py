@@ -185,6 +185,7 @@ class EagleDrafter:
             self._rule,
             nodes=growth.budget.nodes,
             depth=growth.budget.depth,
+            hopeless=max(HOPELESS, growth.budget.least),
             temperature=view.params.temperature,
             ends=view.ends,
             noise=growth.noise_keys(),

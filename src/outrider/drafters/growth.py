@@ -166,7 +166,7 @@ class Growth:
         """Which children to expand: the best, where their own children could still be kept."""
         if not children or self.depths[children[0]] >= self.budget.depth:
             return []
-        edge = HOPELESS if self.shape.branching > 1 else 0.0
+        edge = max(HOPELESS, self.budget.least) if self.shape.branching > 1 else 0.0
         if len(self.chances) > self.budget.nodes:
             ordered = np.sort(self.chances[1:])[::-1]
             edge = max(edge, float(ordered[self.budget.nodes - 1]))

@@ -31,6 +31,7 @@ COST_STEP = 1.01
 HOST_STEP = 0.05
 GAIN_STEP = 0.06
 WIDTH_STEP = 0.03
+WORTH_A_PASS = 0.1  # chance of a path from which on a drafter's pass for it pays (docs/log.md)
 COSTLY_NODES = 16  # a drafter whose nodes cost time need not offer more than a pass can pay for
 STEADY = 3.0  # proposals after which the cost of a drafter is known well enough to see outliers
 OUTLIER = 3.0
@@ -357,7 +358,7 @@ class CostBudget:
             depth = memory.depth(self.costs, rows=rows, limit=limit)
             free = memory.stats.cost.is_free(self.costs, limit)
             nodes = self._nodes if free else min(self._nodes, COSTLY_NODES)
-            budgets.append(NodeBudget(nodes if depth else 0, depth))
+            budgets.append(NodeBudget(nodes if depth else 0, depth, least=WORTH_A_PASS))
         return budgets
 
     def cut(
