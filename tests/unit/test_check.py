@@ -12,12 +12,12 @@ from models_files import VOCAB, write_folder
 
 from heads_fakes import head_config, random_head
 from outrider.core.tree import DraftTree
+from outrider.drafters.identity import folder_hash
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import InvalidParameter
 from outrider.evaluate import preflight as rows
 from outrider.evaluate.preflight import ModelFacts, Report, Row
 from outrider.evaluate.preflight_files import (
-    folder_hash,
     licence_of,
     model_facts,
     read_lock,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from outrider.drafters import table
 from outrider.drafters.hybrid import HybridDrafter
+from outrider.drafters.identity import drafter_identity
 from outrider.drafters.none import NoneDrafter
 from outrider.drafters.table import Setting, build_drafter
 from outrider.errors import InvalidParameter
@@ -61,3 +63,29 @@ def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPat
 def test_wrong_specs_are_refused_with_a_remedy(spec: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         build_drafter(spec, SETTING)
+
+
+@pytest.mark.parametrize(
+    "spec", ["eagle3:{}", "{}", "{},chain", "draft_model:{}", "hybrid:suffix+draft_model={}"]
+)
+def test_what_a_drafter_is_depends_on_its_files_not_on_their_place(
+    spec: str, tmp_path: Path
+) -> None:
+    def identity(place: str, weights: bytes, config: str = "{}") -> str:
+        folder = tmp_path / place
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(config)
+        (folder / "model.safetensors").write_bytes(weights)
+        return drafter_identity(spec.format(folder), source=tmp_path, name="fake")
+
+    first = identity("a", b"1")
+    assert identity("b", b"1") == first
+    assert identity("a", b"2") != first and identity("a", b"1") == first
+    assert identity("a", b"1", '{"x": 1}') != first
+    assert drafter_identity(f"{spec.format(tmp_path / 'b')}", source=tmp_path, name="x") == first
+
+
+def test_drafters_without_files_are_their_spec() -> None:
+    here = Path("fake")
+    found = {drafter_identity(s, source=here, name="x") for s in ("ngram", "suffix", "hybrid")}
+    assert len(found) == 3

@@ -7,10 +7,12 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.drafters.replay import Recording, save_recordings
 from outrider.engine import CostBudget, CostTable, FixedBudget
 from outrider.errors import InvalidParameter
 from outrider.models.cache import KVCache
@@ -110,6 +112,20 @@ def test_the_fingerprint_changes_with_profile_and_target() -> None:
     assert post(CHAT, chat_body(), fake_service(model=other)).json()["system_fingerprint"] not in (
         prints
     )
+
+
+def test_the_fingerprint_changes_with_the_content_of_the_drafters_files(tmp_path: Path) -> None:
+    file = tmp_path / "recorded.jsonl"
+
+    def fingerprint(output: list[int]) -> str:
+        save_recordings(file, [Recording.of([1, 2], output)])
+        service = fake_service(profiles={"fast": {"drafter": f"replay:{file}"}})
+        choice = service.profiles.choice("fast", model=NAME)
+        service.stop()
+        return choice.fingerprint
+
+    one, two = fingerprint([3, 4]), fingerprint([3, 5])
+    assert one != two and fingerprint([3, 4]) == one
 
 
 def test_a_profile_is_chosen_by_header_or_by_name() -> None:

@@ -183,11 +183,11 @@ def certify_embedded(
     tell: Callable[[str], None],
 ) -> tuple[dict[str, Any], list[Section]]:
     """Who was tested, and what was found."""
+    from outrider.drafters.identity import drafter_identity
     from outrider.drafters.table import Setting as DrafterSetting
     from outrider.drafters.table import build_drafter
     from outrider.evaluate import certify as certificates
     from outrider.evaluate.certify_embedded import Subject, greedy
-    from outrider.evaluate.preflight_files import drafter_identity
 
     target = loaded.target
 
@@ -221,7 +221,7 @@ def certify_embedded(
         "bit_equal_rows": "yes" if target.row_invariant else "no",
         "rule": rule,
         "drafter": drafter,
-        "drafter_hash": drafter_identity(drafter, source=loaded.source, target=target),
+        "drafter_hash": drafter_identity(drafter, source=loaded.source, name=target.name),
         "guesses_per_step": plan.guesses,
     }
     return who, sections

@@ -118,9 +118,9 @@ class _Plan:
         self._slots, self._context, self._floor = slots, context, floor
 
     def rows(self, *, probe: bool) -> list[Row]:
+        from outrider.drafters.identity import draft_model_folder
         from outrider.drafters.table import Setting, build_drafter
         from outrider.evaluate.preflight import Row
-        from outrider.evaluate.preflight_files import draft_model_folder
         from outrider.evaluate.preflight_probe import (
             PROBE_PROMPTS,
             SLOTS,

@@ -27,6 +27,7 @@ from outrider.drafters.draft_model import (
 from outrider.drafters.eagle import EagleDrafter
 from outrider.drafters.heads import STYLES, build_head, runnable, shipped_head, style_in
 from outrider.drafters.hybrid import HybridDrafter, Member
+from outrider.drafters.identity import member_specs
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoneDrafter
 from outrider.drafters.replay import ReplayDrafter
@@ -99,8 +100,7 @@ def _replay(argument: str, setting: Setting) -> Drafter:
 
 
 def _hybrid(argument: str, setting: Setting) -> Drafter:
-    specs = [part.replace("=", ":", 1) for part in (argument or "suffix+ngram").split("+")]
-    return HybridDrafter([_member(spec, setting) for spec in specs])
+    return HybridDrafter([_member(spec, setting) for spec in member_specs(argument)])
 
 
 def _member(spec: str, setting: Setting) -> Member:

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from outrider import __version__
-from outrider.drafters.heads import STYLES, draft_ids, shipped_head
-from outrider.errors import InvalidParameter, ModelError, OutriderError
+from outrider.drafters.heads import draft_ids
+from outrider.drafters.identity import (
+    draft_model_folder,
+    drafter_identity,
+    folder_hash,
+    head_folder,
+)
+from outrider.errors import InvalidParameter, ModelError
 from outrider.evaluate.preflight import ModelFacts, Row, compare_head, compare_models, rollback
 from outrider.models.config import ModelConfig
 from outrider.models.heads.files import read_head
 from outrider.models.heads.fit import folder_facts
-from outrider.models.load import find_source
-from outrider.models.paths import file_hash
 from outrider.models.safetensors_files import read_json
 from outrider.models.target import Target
 from outrider.models.tokenizer import Tokenizer
@@ -107,57 +111,6 @@ def licence_of(folder: Path, raw: Mapping[str, Any]) -> str:
     return ""
 
 
-def folder_hash(folder: Path) -> str:
-    """A hash over the files that decide what a model or head computes."""
-    patterns = ("*.safetensors", "config.json", "generation_config.json", "tokenizer.json")
-    files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.name} {file_hash(path)}\n".encode())
-    return digest.hexdigest()
-
-
-def head_folder(spec: str, *, source: Path, name: str) -> Path | None:
-    """The folder of a head's spec; `None` if the spec is no head.
-
-    Raises:
-        InvalidParameter: no such head ships.
-    """
-    alone = Path(spec.partition(",")[0]).expanduser()
-    if (alone / "config.json").is_file():
-        return alone
-    style, _, argument = spec.partition(":")
-    if style not in STYLES:
-        return None
-    words = [word for word in argument.split(",") if word and word != "chain"]
-    if words:
-        return Path(words[0]).expanduser()
-    return shipped_head(style, folder_facts(source, name=name))
-
-
-def draft_model_folder(spec: str) -> Path | None:
-    """The folder of a draft model's spec; `None` if it is none.
-
-    Raises:
-        ModelError: it is not there.
-    """
-    kind, _, argument = spec.partition(":")
-    if kind != "draft_model" or not argument:
-        return None
-    return find_source(argument).folder
-
-
-def drafter_identity(spec: str, *, source: Path, target: Target) -> str:
-    """What binds a certificate to a drafter: the hash of its files, or of its name and version."""
-    try:
-        folder = draft_model_folder(spec) or head_folder(spec, source=source, name=target.name)
-    except OutriderError:
-        folder = None
-    if folder is not None and folder.is_dir():
-        return folder_hash(folder)
-    return _hash(f"{spec} of outrider {__version__}")
-
-
 def file_rows(
     target: ModelFacts, spec: str, *, source: Path, tokenizer: Tokenizer | None = None
 ) -> list[Row]:
@@ -196,7 +149,7 @@ def bound(spec: str, *, target: Target, facts: ModelFacts, source: Path) -> dict
         "target_tokenizer": _hash(json.dumps(list(facts.pieces))),
         "target_template": facts.template_hash,
         "drafter_spec": spec,
-        "drafter": drafter_identity(spec, source=source, target=target),
+        "drafter": drafter_identity(spec, source=source, name=target.name),
     }
 
 

@@ -7,6 +7,7 @@ A model is listed under its name (the default profile) and under `name@profile` 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outrider import __version__
@@ -27,7 +28,7 @@ class Choice:
         name: the profile's name.
         model: what the response calls the model.
         profile: its settings.
-        fingerprint: changes with target, drafter, profile and version.
+        fingerprint: changes with the target's and the drafter's content, profile and version.
     """
 
     name: str
@@ -47,9 +48,17 @@ class Choice:
 class Profiles:
     """The profiles of a server."""
 
-    def __init__(self, config: ServerConfig, *, target_fingerprint: str) -> None:
+    def __init__(
+        self, config: ServerConfig, *, target_fingerprint: str, drafters: Mapping[str, str]
+    ) -> None:
+        """Args:
+        config: the server's.
+        target_fingerprint: the target's.
+        drafters: what each spec stands for: a hash of the drafter's files.
+        """
         self._config = config
         self._target = target_fingerprint
+        self._drafters = drafters
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,6 +124,7 @@ class Profiles:
             self._target,
             name,
             profile.drafter,
+            self._drafters.get(profile.drafter, ""),
             str(profile.max_nodes),
             str(profile.max_depth),
             str(profile.rule),

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from outrider.drafters.identity import drafter_identity
 from outrider.drafters.table import Setting, build_drafter
 from outrider.engine import Budget, Engine, EngineConfig
 from outrider.engine.memory import available_memory
@@ -74,7 +75,14 @@ class Service:
         self.metrics = Metrics()
         self.traces = None if config.traces is None else _traces(config.traces)
         self.keys = KeyRing(config)
-        self.profiles = Profiles(config, target_fingerprint=target.fingerprint)
+        self.profiles = Profiles(
+            config,
+            target_fingerprint=target.fingerprint,
+            drafters={
+                spec: drafter_identity(spec, source=loaded.source, name=target.name)
+                for spec in _specs(config)
+            },
+        )
         engine = _engine(config, loaded, budget)
         for name in self.profiles.names:
             _check_rule(engine, self.profiles.choice(name, model=config.served_name))
@@ -189,6 +197,11 @@ def _check_rule(engine: Engine, choice: Choice) -> None:
         raise InvalidParameter(f"profile {choice.name}: {fault}") from None
 
 
+def _specs(config: ServerConfig) -> list[str]:
+    """The drafters of the profiles, each once."""
+    return list(dict.fromkeys(p.drafter for p in config.profiles.values() if p.drafter != "none"))
+
+
 def _engine(config: ServerConfig, loaded: Loaded, budget: Budget | None) -> Engine:
     settings, target, text = config.engine, loaded.target, loaded.tokenizer
     nodes = max((p.max_nodes or 31 for p in config.profiles.values()), default=31)
@@ -204,10 +217,9 @@ def _engine(config: ServerConfig, loaded: Loaded, budget: Budget | None) -> Engi
         context=context,
         source=loaded.source,
     )
-    specs = dict.fromkeys(p.drafter for p in config.profiles.values() if p.drafter != "none")
     return Engine(
         target,
-        drafters={spec: build_drafter(spec, setting) for spec in specs},
+        drafters={spec: build_drafter(spec, setting) for spec in _specs(config)},
         tokenizer=text,
         config=EngineConfig(
             slots=settings.slots,
