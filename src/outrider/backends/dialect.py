@@ -66,6 +66,11 @@ class Dialect:
         read: from an answer's object (whole, or a late chunk of a stream) to acceptance.
         metrics_path, counters: its Prometheus page.
         tokenize: see `TokenizeCall`.
+        sampling_off: fields that switch off what its sampler does unasked (a model's own top-k, for
+            one), and make it name tokens by id where it can; `None` where it is not known what its
+            log-probabilities mean or where it tells none for tokens that were guessed.
+        scaled_logprobs: its log-probabilities are those after temperature; at 1 there is no
+            difference.
         oldest: the oldest version that the facts hold for; `None` for no bound.
         refused: fields of `Ask` that it has no place for.
         notes: from its version to what a reader of the numbers must know.
@@ -80,6 +85,8 @@ class Dialect:
     metrics_path: str = "/metrics"
     counters: CounterNames | None = None
     tokenize: TokenizeCall | None = None
+    sampling_off: Json | None = None
+    scaled_logprobs: bool = False
     oldest: tuple[int, ...] | None = None
     refused: tuple[str, ...] = ()
     notes: Callable[[str | None], tuple[str, ...]] = lambda version: ()

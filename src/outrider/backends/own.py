@@ -42,4 +42,5 @@ OWN = Dialect(
         cache_use="outrider_kv_cache_usage_ratio",
     ),
     tokenize=VLLM.tokenize,
+    sampling_off={"top_k": 0, "min_p": 0.0},
 )

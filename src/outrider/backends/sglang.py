@@ -72,6 +72,8 @@ SGLANG = Dialect(
         text=lambda model, text: {"model": model, "prompt": text},
         chat=_chat_tokens,
     ),
+    sampling_off={"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+    scaled_logprobs=True,
     oldest=(0, 5),
     notes=lambda version: (
         "SGLang's drafted tokens are calls times width, not what was guessed",

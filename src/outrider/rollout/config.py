@@ -232,6 +232,8 @@ class TripWires(Part):
             baseline's where they must not, NaN.
         server_errors: answers of 5xx or broken connections.
         stalled: streams that stopped.
+        sampled: the chance that an engine that is not exact and samples rightly is ever taken back
+            for how it samples (`parity`); `None` sends no requests to find out.
         memory_share, kv_share: a bound for readings, of the device and of the cache; `None` for
             none.
     """
@@ -243,6 +245,7 @@ class TripWires(Part):
     non_finite: Burst = Burst(count=1, within_s=60)
     server_errors: Burst = Burst(count=5, within_s=10)
     stalled: Burst = Burst(count=3, within_s=60)
+    sampled: Fraction | None = 1e-6
     memory_share: Fraction | None = None
     kv_share: Fraction | None = None
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
+import random
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +41,9 @@ class FakeEngine:
         drafted: guesses per step that it claims; 0 tells nothing.
         accepted: of these, accepted.
         wrong: change this word of every answer; `None` for none.
+        law: probabilities of `FAKE_WORDS` at temperature 1, told where log-probabilities are asked
+            for and sampled from; `None` tells none.
+        lean: with this chance the likeliest word comes, whatever the law says: a lossy engine.
         healthy: of `/health`.
         metrics: its Prometheus page.
     """
@@ -56,12 +61,15 @@ class FakeEngine:
     drafted: int = 0
     accepted: int = 0
     wrong: int | None = None
+    law: tuple[float, ...] | None = None
+    lean: float = 0.0
     healthy: bool = True
     metrics: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: int = 0
     running: int = 0
+    _random: random.Random = field(default_factory=lambda: random.Random(1))
 
     def words(self, body: dict[str, Any]) -> list[str]:
         """The answer to a request."""
@@ -69,6 +77,16 @@ class FakeEngine:
         digest = hashlib.sha256(asked.encode()).digest()
         most = body.get("max_tokens") or body.get("max_completion_tokens") or 8
         found = [f"{FAKE_WORDS[digest[i % 32] % len(FAKE_WORDS)]} " for i in range(most)]
+        if self.law is not None and asked_logprobs(body):
+            power = 1 / (body.get("temperature") or 1.0)
+            weights = [p**power for p in self.law]
+            best = max(range(len(weights)), key=weights.__getitem__)
+            found = [
+                FAKE_WORDS[best]
+                if self._random.random() < self.lean
+                else self._random.choices(FAKE_WORDS, weights)[0]
+                for _ in range(most)
+            ]
         if self.wrong is not None and self.wrong < len(found):
             found[self.wrong] = "weed "
         return found
@@ -139,6 +157,8 @@ class FakeEngine:
             raise Crash
         text = "".join(words)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+        if self.law is not None and asked_logprobs(asked):
+            choice["logprobs"] = self._told(words, self.law)
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         told = {"id": "x", "model": self.model, "choices": [choice], **self._facts(len(words))}
         await _whole(send, 200, json.dumps(told).encode())
@@ -166,6 +186,13 @@ class FakeEngine:
             await _part(send, b"data: " + json.dumps(told).encode() + b"\n\n")
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
+    @staticmethod
+    def _told(words: list[str], law: tuple[float, ...]) -> dict[str, Any]:
+        """Log-probabilities in chat's form."""
+        pairs = zip(FAKE_WORDS, law, strict=True)
+        top = [{"token": word, "logprob": math.log(p)} for word, p in pairs if p > 0]
+        return {"content": [{"token": w, "logprob": -1.0, "top_logprobs": top} for w in words]}
+
     def _facts(self, tokens: int) -> dict[str, Any]:
         if not self.usage:
             return {}
@@ -188,6 +215,11 @@ class FakeEngine:
         told = {"index": 0, **choice, "finish_reason": finish}
         event = {"id": "x", "model": self.model, "choices": [told]}
         await _part(send, b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def asked_logprobs(body: dict[str, Any]) -> bool:
+    """Does a request want more than two likeliest tokens at each place?"""
+    return int(body.get("top_logprobs") or 0) > 2
 
 
 async def _part(send: Send, data: bytes) -> None:

@@ -98,6 +98,16 @@ class GatewayMetrics:
         self.compared = self._counter(
             "outrider_gateway_compared", "Mirrored requests, by agreement.", "profile", "agreement"
         )
+        self.law_tokens = self._counter(
+            "outrider_gateway_law_tokens",
+            "Sampled tokens held against their law, tested or undecided.",
+            *("profile", "outcome"),
+        )
+        self.law_evidence = self._gauge(
+            "outrider_gateway_law_evidence_nats",
+            "Logarithm of the e-value against how a profile samples; 13.8 is 1e6 to 1.",
+            "profile",
+        )
         self.skipped = self._counter(
             "outrider_gateway_mirrors_skipped", "Mirrors that found no room.", "profile"
         )

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from outrider.core.law import Setting
 from outrider.rollout.assign import Assignment, RequestFacts, bucket
 from outrider.rollout.config import BASELINE
 from outrider.rollout.controller import Controller
+from outrider.rollout.sampled import SampledLaw
 from outrider.serve.gateway.attempt import Attempt, Result
 from outrider.serve.gateway.feedback import Feedback
 from outrider.serve.gateway.guards import Full
@@ -24,6 +26,7 @@ from outrider.serve.gateway.lanes import Lane, Request, monotonic
 from outrider.serve.gateway.metrics import GatewayMetrics
 from outrider.serve.gateway.observe import WIRES, observation
 from outrider.serve.gateway.parity import comparable, compare
+from outrider.serve.gateway.probe import law_probe
 from outrider.serve.gateway.relay import Nowhere
 from outrider.serve.wire import encode_json
 
@@ -68,13 +71,16 @@ class Mirrors:
         self._metrics = metrics
         self._wall = wall
         self._tasks: set[asyncio.Task[None]] = set()
+        self._laws: dict[str, tuple[Lane, SampledLaw]] = {}
 
     def begin(
         self, stage: Stage, assignment: Assignment, request: Request, facts: RequestFacts
     ) -> Pair:
         """Start the copies of a request."""
         wanted = [(name, stage.lanes[name]) for name in assignment.shadow]
-        if assignment.reason == "split" and self._audited(stage, assignment.profile, request):
+        compared = stage.lanes[assignment.profile]
+        audited = assignment.reason == "split" and self._audited(stage, compared, request)
+        if audited and comparable(request.body, exact=compared.exact):
             wanted.append((assignment.profile, stage.lanes[BASELINE]))
         if wanted and any(stage.lanes[name].exact for name, _ in wanted):
             sampled = not comparable(request.body, exact=False)
@@ -82,23 +88,36 @@ class Mirrors:
                 request = request.seeded(secrets.randbelow(2**31))
         pair = Pair(request)
         for name, lane in wanted:
-            if len(self._tasks) >= AT_ONCE:
-                self._metrics.skipped.labels(name).inc()
-                continue
-            task = asyncio.create_task(
-                self._copy(name, lane, pair, facts, exact=stage.lanes[name].exact)
-            )
-            self._tasks.add(task)
-            task.add_done_callback(self._over)
+            self._spawn(name, self._copy(name, lane, pair, facts, exact=stage.lanes[name].exact))
+        for name in (*assignment.shadow, *((assignment.profile,) if audited else ())):
+            self._probe_law(stage, stage.lanes[name], request)
         return pair
 
-    def _audited(self, stage: Stage, name: str, request: Request) -> bool:
+    def _audited(self, stage: Stage, lane: Lane, request: Request) -> bool:
         """A share of what a profile serves, as large as its share in shadow."""
-        lane = stage.lanes[name]
-        if lane.profile.approximate or not comparable(request.body, exact=lane.exact):
+        if lane.profile.approximate:
             return False
-        place = bucket(f"{stage.config.salt}:{name}:audit", request.request_id)
+        place = bucket(f"{stage.config.salt}:{lane.name}:audit", request.request_id)
         return place < lane.profile.shadow
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Begin a copy or a probe, where not too many are under way."""
+        if len(self._tasks) >= AT_ONCE:
+            work.close()
+            self._metrics.skipped.labels(name).inc()
+            return
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+
+    def _probe_law(self, stage: Stage, lane: Lane, request: Request) -> None:
+        """Find out whether an engine that is not exact samples what it says."""
+        alpha = stage.config.trip_wires.sampled
+        if alpha is None or lane.exact or lane.profile.approximate:
+            return
+        probe = law_probe(request, lane)
+        if probe is not None:
+            self._spawn(lane.name, self._law(lane, *probe, alpha=alpha))
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -115,9 +134,8 @@ class Mirrors:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _copy(
-        self, name: str, lane: Lane, pair: Pair, facts: RequestFacts, *, exact: bool
-    ) -> None:
+    async def _sent(self, name: str, lane: Lane, request: Request) -> Result | None:
+        """The answer to a request of ours; `None` where its lane has no free place."""
         gate = lane.gate
         try:
             if gate.waiting:
@@ -125,12 +143,40 @@ class Mirrors:
             await gate.enter(monotonic())
         except Full:
             self._metrics.skipped.labels(name).inc()
-            return
+            return None
         try:
-            attempt = Attempt(lane, _for_copy(lane, pair.request, exact=exact), Nowhere())
-            copy = await attempt.run()
+            return await Attempt(lane, request, Nowhere()).run()
         finally:
             gate.leave(monotonic())
+
+    async def _law(self, lane: Lane, request: Request, setting: Setting, *, alpha: float) -> None:
+        """Send a probe and hold its tokens against their laws. One that fails says nothing here:
+        the copies tell of failures."""
+        result = await self._sent(lane.name, lane, request)
+        if result is None or result.fault or result.status != 200:
+            return
+        known = self._laws.get(lane.name)
+        if known is None or known[0] is not lane or known[1].alpha != alpha:
+            known = self._laws[lane.name] = (lane, SampledLaw(alpha))
+        law = known[1]
+        tokens, undecided = law.tokens, law.undecided
+        why = law.saw(result.seen.tops.get(0, ()), setting)
+        for outcome, count in (
+            ("tested", law.tokens - tokens),
+            ("undecided", law.undecided - undecided),
+        ):
+            self._metrics.law_tokens.labels(lane.name, outcome).inc(count)
+        self._metrics.law_evidence.labels(lane.name).set(law.evidence)
+        if why is not None:
+            del self._laws[lane.name]  # whoever arms it again begins anew
+            self._controller.wire(lane.name, "parity", detail=why)
+
+    async def _copy(
+        self, name: str, lane: Lane, pair: Pair, facts: RequestFacts, *, exact: bool
+    ) -> None:
+        copy = await self._sent(name, lane, _for_copy(lane, pair.request, exact=exact))
+        if copy is None:
+            return
         original = await pair.original
         if lane.name != BASELINE:
             self._told(name, copy, original, pair.request, facts)
