@@ -20,7 +20,7 @@ from outrider.models.target import Forward, Segment
 from outrider.serve.keys import hash_key
 from outrider.serve.service import Service
 from outrider.testing.asgi import AsgiClient, Response, parse_events
-from outrider.testing.fakes import ByteTokenizer
+from outrider.testing.fakes import ByteTokenizer, TableTarget
 from outrider.testing.serving import (
     NAME,
     FakeModel,
@@ -223,6 +223,92 @@ def test_completions_tell_logprobs_in_their_own_form() -> None:
     told = choice["logprobs"]
     assert "".join(told["tokens"]) == choice["text"] and told["text_offset"] == list(range(8))
     assert all(len(top) == 2 for top in told["top_logprobs"]) and len(told["token_logprobs"]) == 8
+
+
+NO_SPECIALS = {"256": -100, "257": -100, "258": -100}
+
+
+def any_bytes() -> FakeModel:
+    """A model whose tokens are parts of characters, more often than not."""
+    return FakeModel(
+        TableTarget(
+            vocab_size=ByteTokenizer.vocab_size,
+            order=1,
+            sharpness=2.0,
+            context_length=2048,
+            end_tokens=ByteTokenizer.end_tokens,
+            name=NAME,
+        )
+    )
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_log_probabilities_of_parts_of_characters_tell_their_bytes(streamed: bool) -> None:
+    body = chat_body(logprobs=True, top_logprobs=5, return_token_ids=True, stream=streamed)
+    body["logit_bias"] = NO_SPECIALS
+    response = post(CHAT, body, fake_service(model=any_bytes()))
+    if streamed:
+        chunks = [c["choices"][0] for c in response.events if c != "[DONE]"]
+        content = [e for c in chunks if c["logprobs"] for e in c["logprobs"]["content"]]
+        ids = [token for c in chunks for token in c.get("token_ids", ())]
+        text = "".join(c["delta"].get("content") or "" for c in chunks)
+    else:
+        [choice] = response.json()["choices"]
+        content, ids = choice["logprobs"]["content"], choice["token_ids"]
+        text = choice["message"]["content"]
+    assert len(content) == len(ids) == 24 and max(ids) > 127
+    assert [entry["bytes"] for entry in content] == [[token] for token in ids]
+    assert bytes(b for e in content for b in e["bytes"]).decode(errors="replace") == text
+    for entry in content:
+        tops = [tuple(top["bytes"]) for top in entry["top_logprobs"]]
+        assert len(set(tops)) == 5
+        assert all(
+            top["token"] == bytes(top["bytes"]).decode(errors="replace")
+            for top in entry["top_logprobs"]
+        )
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_older_log_probabilities_have_a_name_for_each_part_of_a_character(streamed: bool) -> None:
+    body = {"model": NAME, "prompt": "aé", "max_tokens": 40, "seed": 3, "logprobs": 5}
+    body |= {"stream": streamed, "return_token_ids": True, "logit_bias": NO_SPECIALS}
+    response = post(TEXT, body, fake_service(model=any_bytes()))
+    if streamed:
+        parts = [c["choices"][0] for c in response.events if c != "[DONE]"]
+    else:
+        parts = response.json()["choices"]
+    assert parts[0]["prompt_token_ids"] == list("aé".encode())
+    assert not any("prompt_token_ids" in part for part in parts[1:])
+    text = "".join(part["text"] for part in parts)
+    told = [part["logprobs"] for part in parts]
+    ids = [token for part in parts for token in part["token_ids"]]
+    names = [name for entry in told for name in entry["tokens"]]
+    assert len(ids) == len(names) == 40
+    for token, name in zip(ids, names, strict=True):
+        assert name == (chr(token) if token < 128 else f"bytes:\\x{token:02x}")
+    assert all(len(top) == 5 for entry in told for top in entry["top_logprobs"])
+    offsets = [at for entry in told for at in entry["text_offset"]]
+    for index, at in enumerate(offsets):
+        before = bytes(ids[:index]).decode(errors="replace")
+        assert at in (len(before), len(before) - 1)  # an unfinished character is none yet
+        assert text.startswith(before[:at])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_tokens_may_be_told_by_their_ids(path: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 4, "logprobs": 2, "prompt": "a"}
+    if path == CHAT:
+        body = chat_body(max_tokens=4, logprobs=True, top_logprobs=2)
+    body |= {"model": NAME, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    answer = post(path, body).json()
+    [choice] = answer["choices"]
+    named = [f"token_id:{token}" for token in choice["token_ids"]]
+    told = choice["logprobs"]
+    assert named == (told["tokens"] if path == TEXT else [e["token"] for e in told["content"]])
+    place = answer if path == CHAT else choice
+    assert len(place["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+    plain = post(path, {k: v for k, v in body.items() if not k.startswith("return")}).json()
+    assert "token_ids" not in plain["choices"][0] and "prompt_token_ids" not in plain
 
 
 def test_tokens_there_and_back() -> None:
@@ -521,6 +607,8 @@ def test_names_that_ask_for_nothing_are_let_pass() -> None:
     nothing = {"store": False, "best_of": None, "audio": None, "functions": []}
     noted = {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k"}
     assert post(CHAT, chat_body(**nothing, **noted, verbosity="low")).status == 200
+    text = {"model": NAME, "prompt": "a", "best_of": 1, "suffix": ""}
+    assert post(TEXT, text).status == 200 and post(TEXT, text | {"best_of": 2}).status == 400
     assert post(CHAT, chat_body(unheard_of=1), fake_service(ignore_unknown=True)).status == 200
 
 

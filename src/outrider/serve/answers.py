@@ -26,16 +26,53 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class TokenTable:
-    """How single tokens look: their bytes, and the text of these."""
+    """How single tokens look: their bytes, and the text of these.
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+    A token may be a part of a character. Its text is then U+FFFD, and only its bytes tell which it
+    is; `name_of` is a text of its own for each such token, as OpenAI's older form has it.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        *,
+        silent: frozenset[int] = frozenset(),
+        by_id: bool = False,
+    ) -> None:
+        """Args:
+        token_bytes: by id.
+        silent: special tokens: they have a spelling, and give no text.
+        by_id: texts and names are ``token_id:N``.
+        """
         self._bytes = token_bytes
+        self._silent = silent
+        self._by_id = by_id
+
+    def by_id(self) -> TokenTable:
+        """The same, with tokens called by their ids."""
+        return TokenTable(self._bytes, silent=self._silent, by_id=True)
 
     def bytes_of(self, token: int) -> bytes:
         return self._bytes[token] if token < len(self._bytes) else b""
 
+    def shown(self, token: int) -> bytes:
+        """What the token adds to the text."""
+        return b"" if token in self._silent else self.bytes_of(token)
+
     def text_of(self, token: int) -> str:
+        if self._by_id:
+            return f"token_id:{token}"
         return self.bytes_of(token).decode("utf-8", errors="replace")
+
+    def name_of(self, token: int) -> str:
+        """``bytes:\\xf0\\x9f`` where the bytes are no text."""
+        if self._by_id:
+            return f"token_id:{token}"
+        found = self.bytes_of(token)
+        try:
+            return found.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def chat_entry(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
         """One entry of `logprobs.content`."""
@@ -142,21 +179,27 @@ class ChatAnswer:
         table: for log-probabilities; `None` where none are wanted.
         id_length: of a tool call's id.
         single: only the first call is given out.
+        tell_ids: chunks and the answer hold the tokens' ids.
     """
 
     reader: Reader
     table: TokenTable | None = None
     id_length: int = 24
     single: bool = False
+    tell_ids: bool = False
     calls: list[dict[str, Any]] = field(default_factory=list)
     content: str = ""
     reasoning: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     _pending: list[dict[str, Any]] = field(default_factory=list)
+    _pending_ids: list[int] = field(default_factory=list)
 
     def take(self, update: Update) -> list[dict[str, Any]]:
-        """The deltas that an update brings. Log-probabilities wait in `pop_logprobs`."""
+        """The deltas that an update brings. Log-probabilities wait in `pop_logprobs`, ids in
+        `pop_token_ids`."""
+        self._pending_ids += update.tokens
         if self.table is not None:
             for token, entry in zip(update.tokens, update.logprobs, strict=True):
                 self._pending.append(self.table.chat_entry(token, entry))
@@ -175,6 +218,12 @@ class ChatAnswer:
         entries, self._pending = self._pending, []
         self.logprobs += entries
         return entries
+
+    def pop_token_ids(self) -> dict[str, Any]:
+        """The field with the ids that no chunk has carried yet; none where none are wanted."""
+        ids, self._pending_ids = self._pending_ids, []
+        self.token_ids += ids
+        return {"token_ids": ids} if self.tell_ids else {}
 
     def message(self) -> dict[str, Any]:
         """The whole answer."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from outrider.engine import Update
@@ -52,6 +53,12 @@ class Chat:
             "model": self.choice.model,
             "system_fingerprint": self.choice.fingerprint,
         }
+
+    def prompt_ids(self) -> dict[str, Any]:
+        """The prompt's tokens, where they are asked for."""
+        if not self.request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self.generation.jobs[0].prompt)}
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -106,9 +113,10 @@ async def prepare(service: Service, exchange: Exchange, request: ChatRequest) ->
     answers = [
         ChatAnswer(
             _reader(service, tools, source is not None, opens_reasoning),
-            table=None if logprobs is None else service.table,
+            table=None if logprobs is None else service.token_table(request),
             id_length=service.tool_format.id_length,
             single=tools.single,
+            tell_ids=bool(request.return_token_ids),
         )
         for _ in jobs
     ]
@@ -158,6 +166,7 @@ async def _whole(service: Service, exchange: Exchange, chat: Chat) -> None:
     found = []
     for index, answer in enumerate(chat.answers):
         answer.pop_logprobs()
+        ids = answer.pop_token_ids()
         entries = {"content": answer.logprobs, "refusal": None}
         found.append(
             {
@@ -165,6 +174,7 @@ async def _whole(service: Service, exchange: Exchange, chat: Chat) -> None:
                 "message": answer.message(),
                 "logprobs": entries if answer.table is not None else None,
                 "finish_reason": answer.finish_reason,
+                **ids,
             }
         )
     completions = chat.generation.completions
@@ -173,6 +183,7 @@ async def _whole(service: Service, exchange: Exchange, chat: Chat) -> None:
     await exchange.reply(
         {
             **chat.frame("chat.completion"),
+            **chat.prompt_ids(),
             "choices": found,
             "usage": numbers,
             "metrics": speculation(completions, chat.choice, details=service.config.details),
@@ -226,12 +237,15 @@ class _Chunks:
         found = []
         if index not in self._begun:
             self._begun.add(index)
-            found.append(self._chunk(index, {"role": REPLY_ROLE, "content": ""}))
+            opening = self._chunk(index, {"role": REPLY_ROLE, "content": ""})
+            found.append({**opening, **self._chat.prompt_ids()})
         for delta in deltas:
-            found.append(self._chunk(index, delta, answer.pop_logprobs()))
+            ids = answer.pop_token_ids()
+            found.append(self._chunk(index, delta, answer.pop_logprobs(), ids=ids))
         if answer.finish_reason is not None:
             entries = answer.pop_logprobs()
-            found.append(self._chunk(index, {}, entries, finish=answer.finish_reason))
+            ids = answer.pop_token_ids()
+            found.append(self._chunk(index, {}, entries, ids=ids, finish=answer.finish_reason))
         if self._traces and update.tokens:
             found = found or [self._chunk(index, {})]
             found[-1]["steps"] = [self._traces[index].step(update)]
@@ -242,6 +256,8 @@ class _Chunks:
         index: int,
         delta: dict[str, Any],
         entries: list[dict[str, Any]] | None = None,
+        *,
+        ids: Mapping[str, Any] = MappingProxyType({}),
         finish: str | None = None,
     ) -> dict[str, Any]:
         choice = {
@@ -249,5 +265,6 @@ class _Chunks:
             "delta": delta,
             "logprobs": {"content": entries, "refusal": None} if entries else None,
             "finish_reason": finish,
+            **ids,
         }
         return {**self._frame, "choices": [choice], **self._tail}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,13 +27,18 @@ class TextAnswer:
 
     echo: str
     table: TokenTable | None
+    prompt_ids: list[int] | None = None  # set where tokens' ids are asked for
     text: str = ""
     finish_reason: str | None = None
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[str, float]] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     _offset: int = 0
+    _characters: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
 
     def __post_init__(self) -> None:
         self._offset = len(self.echo)
@@ -42,17 +48,25 @@ class TextAnswer:
         new = update.text if self.text or not self.echo else self.echo + update.text
         self.text += new
         self.finish_reason = update.finish_reason
+        self.token_ids += update.tokens
         if self.table is not None:
             for token, entry in zip(update.tokens, update.logprobs, strict=True):
-                piece = self.table.text_of(token)
-                self.tokens.append(piece)
+                self.tokens.append(self.table.name_of(token))
                 self.token_logprobs.append(finite(entry.logprob))
                 self.top_logprobs.append(
-                    {self.table.text_of(t): finite(p) for t, p in reversed(entry.top)}
+                    {self.table.name_of(t): finite(p) for t, p in reversed(entry.top)}
                 )
                 self.text_offset.append(self._offset)
-                self._offset += len(piece)
+                # A character counts once its last byte is there.
+                self._offset += len(self._characters.decode(self.table.shown(token)))
         return new
+
+    def ids(self, start: int = 0) -> dict[str, Any]:
+        """The fields with the tokens' ids, from one on; the prompt's with the first."""
+        if self.prompt_ids is None:
+            return {}
+        found: dict[str, Any] = {"token_ids": self.token_ids[start:]}
+        return found if start else {**found, "prompt_token_ids": self.prompt_ids}
 
     def logprobs(self, start: int = 0) -> dict[str, Any] | None:
         """OpenAI's older form, from an entry on."""
@@ -90,12 +104,13 @@ class TextCompletion:
     def chunk(self, index: int, update: Update) -> dict[str, Any]:
         """What an update brings, as a streamed choice."""
         answer = self.answers[index]
-        seen = len(answer.tokens)
+        seen = len(answer.token_ids)
         choice = {
             "index": index,
             "text": answer.take(update),
             "logprobs": answer.logprobs(seen),
             "finish_reason": answer.finish_reason,
+            **answer.ids(seen),
         }
         return {"choices": [choice]}
 
@@ -153,8 +168,12 @@ async def prepare(
                 )
             )
     kind = prompt_type(exchange.headers.text(PROMPT_TYPE))
-    table = None if request.logprobs is None else service.table
-    answers = [TextAnswer(echo, table) for echo in echoes for _ in range(number)]
+    table = None if request.logprobs is None else service.token_table(request)
+    answers = [
+        TextAnswer(echo, table, prompt if request.return_token_ids else None)
+        for echo, prompt in zip(echoes, prompts, strict=True)
+        for _ in range(number)
+    ]
     generation = Generation(
         service, choice, kind, jobs, sum(map(len, prompts)), "text_completion", exchange
     )
@@ -184,6 +203,7 @@ async def _whole(service: Service, exchange: Exchange, task: TextCompletion) -> 
             "text": answer.text,
             "logprobs": answer.logprobs(),
             "finish_reason": answer.finish_reason,
+            **answer.ids(),
         }
         for index, answer in enumerate(task.answers)
     ]

@@ -78,6 +78,8 @@ class Sampled(Form):
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
     cache_salt: Opaque | None = None
+    return_token_ids: bool | None = None  # vLLM's, as is the next
+    return_tokens_as_token_ids: bool | None = None
     # Taken note of at most; see docs/reference/server.md.
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
@@ -201,6 +203,7 @@ class CompletionRequest(Sampled):
     """`POST /v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    best_of: Literal[1] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     response_format: ResponseFormat | None = None
@@ -245,7 +248,7 @@ def _may_go(fault: Any, ignore_unknown: bool) -> bool:
     """An unknown parameter that asks for nothing, or that the server was told to ignore."""
     name = str(fault["loc"][-1])
     if name in REFUSED or not ignore_unknown:
-        return fault["input"] in (None, False, [], {})
+        return fault["input"] in (None, False, "", [], {})
     return True
 
 

@@ -24,6 +24,7 @@ from outrider.serve.keys import KeyRing
 from outrider.serve.metrics import Metrics
 from outrider.serve.plan import Room
 from outrider.serve.profiles import Choice, Profiles
+from outrider.serve.schema import Sampled
 from outrider.serve.text import KeepMarkers, TextModel
 from outrider.serve.tools import find_format, knows_tools
 from outrider.serve.worker import Worker
@@ -88,11 +89,11 @@ class Service:
             _check_rule(engine, self.profiles.choice(name, model=config.served_name))
         self.worker = Worker(engine, observer=self.metrics)
         self.room = Room(target.vocab_size, engine.context, config.limits)
-        self.table = TokenTable(self.text.token_bytes())
+        special = self.text.special_tokens
+        self.table = TokenTable(self.text.token_bytes(), silent=frozenset(special.values()))
         self.template = self.text.template
         self.tool_format = find_format(config.tool_format, self.template)
         self.told_by_template = knows_tools(self.template)
-        special = self.text.special_tokens
         marks = {special[m]: m for m in self.tool_format.markers if m in special}
         self.call_decoder = KeepMarkers(self.text, marks) if marks else None
         self.created = int(time.time())
@@ -121,6 +122,10 @@ class Service:
     @property
     def ready(self) -> bool:
         return self._started and self.worker.healthy and not self.draining
+
+    def token_table(self, request: Sampled) -> TokenTable:
+        """How the tokens of a request's log-probabilities are called."""
+        return self.table.by_id() if request.return_tokens_as_token_ids else self.table
 
     async def read(self, function: Callable[[], _Result], *, what: str) -> _Result:
         """Run something with templates or tokens off the event loop.
