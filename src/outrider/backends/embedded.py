@@ -11,9 +11,9 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from outrider import __version__
 from outrider.backends.base import (
@@ -31,27 +31,11 @@ from outrider.backends.prometheus import Scrape
 from outrider.core.sampling import SamplingParams
 from outrider.engine import Completion, Engine, Update
 from outrider.errors import OutriderError
+from outrider.models.tokenizer import TextModel
 from outrider.records.request import acceptance_record, by_position, is_verify_step
 
 KIND = "embedded"
 IDLE_S = 0.2
-
-
-class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, str | bool] | None = None,
-    ) -> list[int]: ...
 
 
 @dataclass
@@ -72,7 +56,7 @@ class _Job:
 class EmbeddedBackend:
     """An engine, run by a thread of its own from the first request to `close`."""
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, *, drafter: str = "none") -> None:
+    def __init__(self, engine: Engine, tokenizer: TextModel, *, drafter: str = "none") -> None:
         """
         Args:
             engine: nobody else may drive it. Its prefix reuse should be off for measurements.

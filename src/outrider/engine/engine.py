@@ -35,13 +35,14 @@ from outrider.engine.costs import cached_costs
 from outrider.engine.drafting import Drafting, Guess
 from outrider.engine.memory import MemoryPlan, available_memory
 from outrider.engine.scheduler import Waiting, schedule
-from outrider.engine.sequence import Completion, Decoder, FinishReason, Sequence, Update
+from outrider.engine.sequence import Completion, FinishReason, Sequence, Update
 from outrider.engine.slots import SlotPool
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.kernels.native import owning_the_cores
 from outrider.models.native import NativeTransformer
 from outrider.models.paths import cache_folder
 from outrider.models.target import Segment, Target
+from outrider.models.tokenizer import Decoder
 from outrider.records.step import StepRecord
 
 log = logging.getLogger(__name__)

@@ -10,23 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from outrider.core.grammar import Grammar
 from outrider.core.noise import Noise, Purpose, Stream, fresh_seed
 from outrider.core.sampling import History, SamplingParams, TokenLogprobs
 from outrider.drafters.base import NodeBudget, SequenceView
 from outrider.errors import InvalidParameter
-from outrider.models.tokenizer import Detokenizer
+from outrider.models.tokenizer import Decoder, Detokenizer
 from outrider.records.step import StepRecord
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "expired"]
-
-
-class Decoder(Protocol):
-    """What the engine needs of a tokenizer: ids to text."""
-
-    def decode(self, ids: SequenceOf[int]) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -30,7 +29,7 @@ from outrider.evaluate.bench_report import BenchReport, Cell
 from outrider.evaluate.margins import judge
 from outrider.evaluate.workloads import Prompt, load_workload
 from outrider.models.target import Target
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.tokenizer import TextModel, Tokenizer
 from outrider.records.files import JsonlWriter
 from outrider.records.manifest import RunManifest, TargetIdentity, run_manifest
 from outrider.records.request import RequestRecord, RequestTimings, request_record
@@ -39,14 +38,6 @@ PLAIN = "none"
 WARM_UP_TOKENS = 16
 COST_ROWS = (1, 2, 4, 8, 16)
 COST_STEPS = 12
-
-
-class EngineTokenizer(Protocol):
-    """What a benchmark needs of a tokenizer."""
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def chat(self, messages: list[dict[str, str]]) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -274,7 +265,7 @@ class _WrongGuesses:
 
 
 def measure_steps(
-    target: Target, tokenizer: EngineTokenizer, prompt: Sequence[int]
+    target: Target, tokenizer: TextModel, prompt: Sequence[int]
 ) -> dict[int, float]:
     """Median milliseconds of a whole engine step by number of rows, the sizes interleaved."""
     context = min(target.context_length, len(prompt) + (max(COST_ROWS) + 1) * COST_STEPS)

@@ -32,6 +32,46 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+class TextModel(Decoder, Protocol):
+    """Whatever stands for a model's tokenizer and chat template: `Tokenizer`, or a fake.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        end_tokens: ids that end an answer.
+        fingerprint: a hash of everything that decides the tokens of a text or chat.
+        template: the chat template's source; empty where there is none.
+    """
+
+    vocab_size: int
+    end_tokens: frozenset[int]
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def template(self) -> str: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, str | bool] | None = None,
+    ) -> list[int]: ...
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of every token by id; special tokens as they are written."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that stand for no text, by how they are written."""
+        ...
+
+
 class Tokenizer:
     """The tokenizer of a model.
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.engine import Update
+from outrider.models.tokenizer import TextModel
 from outrider.serve import plan
 from outrider.serve.answers import (
     REPLY_ROLE,
@@ -26,7 +27,6 @@ from outrider.serve.profiles import HEADER, Choice
 from outrider.serve.reader import PlainReader, Reader, ReasoningReader
 from outrider.serve.schema import ChatRequest, parse
 from outrider.serve.service import Service
-from outrider.serve.text import TextModel
 from outrider.serve.worker import Job
 
 PROMPT_TYPE = b"x-outrider-prompt-type"

@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.core.grammar import Mask
 from outrider.errors import InvalidParameter
-from outrider.serve.text import TextModel
+from outrider.models.tokenizer import TextModel
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

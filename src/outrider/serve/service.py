@@ -16,6 +16,7 @@ from outrider.engine import Budget, Engine, EngineConfig
 from outrider.engine.memory import available_memory
 from outrider.errors import InvalidParameter, OutOfMemory
 from outrider.models.target import Target
+from outrider.models.tokenizer import TextModel
 from outrider.serve.answers import TokenTable
 from outrider.serve.config import ServerConfig
 from outrider.serve.errors import ApiError, bad_request
@@ -25,7 +26,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.plan import Room
 from outrider.serve.profiles import Choice, Profiles
 from outrider.serve.schema import Sampled
-from outrider.serve.text import KeepMarkers, TextModel
+from outrider.serve.text import KeepMarkers
 from outrider.serve.tools import find_format, knows_tools
 from outrider.serve.worker import Worker
 

@@ -22,7 +22,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.drafters.base import NodeBudget
 from outrider.engine import Completion, Engine, Update
 from outrider.engine.engine import Load
-from outrider.engine.sequence import Decoder
+from outrider.models.tokenizer import Decoder
 
 log = logging.getLogger(__name__)
 
