@@ -4,17 +4,22 @@
 
 At least 200 prompts: the built-in workloads through the chat template, and as many raw beginnings
 of the same texts. Prompts take turns through temperature 0, 0.7 and 1.0, without and with
-penalties; each is decoded plainly alone and then by every drafter (n-gram, suffix, hybrid, a draft
-model of the target's first layers as chain and as tree), alone and four at a time, with trees of a
-fixed budget so that speculation always runs. Every difference is listed; none is forgiven.
+penalties; each is decoded plainly alone and then by every drafter (n-gram, suffix, the shipped
+EAGLE-3 head as chain and as tree, suffix with that head, a draft model of the target's first layers
+as chain and as tree), alone and four at a time, with trees of a fixed budget so that speculation
+always runs. Every difference is listed; none is forgiven.
+
+The file is written after every cell, and a cell that it holds already is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +28,7 @@ import torch
 from outrider.core.sampling import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft_model import DraftModelConfig, DraftModelDrafter
-from outrider.drafters.hybrid import HybridDrafter, Member
-from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.table import Setting, build_drafter
 from outrider.engine import Completion, Engine, EngineConfig, FixedBudget
 from outrider.evaluate.workloads import load_workload
 from outrider.models.load import LoadedModel, load_model
@@ -73,15 +76,18 @@ def _prompts(model: LoadedModel) -> Iterator[tuple[str, list[int]]]:
         yield f"{prompt.id}/raw", model.tokenizer.encode(text[: len(text) // 2 + 1])
 
 
-def drafters(model: LoadedModel) -> dict[str, Callable[[], Drafter]]:
+def drafters(model: LoadedModel, *, sequences: int) -> dict[str, Callable[[], Drafter]]:
+    setting = Setting(
+        model.target, model.tokenizer, sequences=sequences, context=CONTEXT, source=model.source
+    )
+
     def draft_model(branching: int) -> DraftModelDrafter:
         config = DraftModelConfig(branching=branching, sequences=4, length=CONTEXT)
         return DraftModelDrafter(model.target.first_layers(DRAFT_LAYERS), config)
 
+    specs = ("ngram", "suffix", "eagle3:chain", "eagle3", "hybrid:suffix+eagle3")
     return {
-        "ngram": NgramDrafter,
-        "suffix": SuffixDrafter,
-        "hybrid": lambda: HybridDrafter([Member(SuffixDrafter()), Member(NgramDrafter())]),
+        **{spec: partial(build_drafter, spec, setting) for spec in specs},
         "draft_chain": lambda: draft_model(1),
         "draft_tree": lambda: draft_model(3),
     }
@@ -132,6 +138,7 @@ def main() -> None:
     parser.add_argument("--weights", default="int8")
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--drafters", help="only these, separated by commas")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     model = load_model(options.target, weights=options.weights)
@@ -145,17 +152,23 @@ def main() -> None:
     begin = time.perf_counter()
     plain = decode(model, work, "none", None, 1)
     print(f"plain: {len(work)} prompts, {time.perf_counter() - begin:.0f} s", flush=True)
-    cells: dict[str, Any] = {
-        "none, 4 at once": compare(work, plain, decode(model, work, "none", None, 4))
-    }
-    for name, make in drafters(model).items():
-        for slots in (1, 4):
+    document: dict[str, Any] = {"prompts": len(work), "cells": {}}
+    if options.json and options.json.exists():
+        document = json.loads(options.json.read_text())
+    cells = document["cells"]
+    for slots in (1, 4):
+        makers = {"none": None, **drafters(model, sequences=slots)}
+        for name, make in makers.items():
+            if options.drafters and name not in options.drafters.split(","):
+                continue
             key = f"{name}, {'alone' if slots == 1 else '4 at once'}"
+            if key in cells or (name, slots) == ("none", 1):
+                continue
             cells[key] = compare(work, plain, decode(model, work, name, make, slots))
             print(key, {k: v for k, v in cells[key].items() if k != "different"}, flush=True)
-    document = {"manifest": manifest.finish().to_dict(), "prompts": len(work), "cells": cells}
-    if options.json:
-        write_json(options.json, document)
+            document["manifest"] = manifest.finish().to_dict()
+            if options.json:
+                write_json(options.json, document)
     if any(cell["different"] for cell in cells.values()):
         raise SystemExit(1)
 
