@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 
 import pytest
 
@@ -14,8 +16,17 @@ from outrider.backends.openai import read_any
 from outrider.backends.prometheus import parse
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Engine, EngineConfig, FixedBudget
+from outrider.errors import InvalidParameter
 from outrider.testing.fakes import ByteTokenizer
-from outrider.testing.serving import fake_service, running_server, text_target
+from outrider.testing.serving import (
+    FakeModel,
+    TextTarget,
+    chat_body,
+    fake_service,
+    running_server,
+    text_target,
+    with_client,
+)
 
 N = 72
 CHAT = ({"role": "user", "content": "hello hello hello"},)
@@ -133,8 +144,8 @@ def test_the_embedded_engine_answers_like_any_other():
         try:
             both = await asyncio.gather(backend.answer(ask()), backend.answer(ask()))
             cancelled = await backend.answer(ask(max_tokens=400, cancel_after_s=0.01))
-            with pytest.raises(UnsupportedOption, match="response_format"):
-                await backend.answer(ask(response_format={"type": "json_object"}))
+            with pytest.raises(UnsupportedOption, match="tool_choice"):
+                await backend.answer(ask(tool_choice="required"))
             long = await backend.answer(ask(max_tokens=5000))
             return *both, cancelled, long, await backend.counters()
         finally:
@@ -148,6 +159,84 @@ def test_the_embedded_engine_answers_like_any_other():
     assert cancelled.finish_reason == "cancelled"
     assert "context" in long.error or "exceeds" in long.error
     assert counters.requests == 3 and counters.running == 0
+
+
+class EndingTarget(TextTarget):
+    ends = True
+
+
+FORMATS = [
+    {"type": "json_object"},
+    {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "answer",
+            "schema": {
+                "type": "object",
+                "properties": {"ok": {"type": "boolean"}, "tag": {"enum": ["red", "green"]}},
+                "required": ["ok", "tag"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "regex", "regex": "[a-c]{3}-[0-9]{5}"},
+    {"type": "grammar", "grammar": 'start: "yes" | "no" | "maybe " /[0-9]{3}/'},
+    {"type": "text"},
+]
+
+
+@pytest.mark.parametrize("wanted", FORMATS, ids=lambda f: f["type"])
+def test_the_embedded_engine_follows_the_grammars_that_the_server_follows(wanted):
+    """One seed, one text, whether it is asked here or over HTTP."""
+    asked = {"max_tokens": 200, "seed": 5, "temperature": 0.8, "response_format": wanted}
+    model = FakeModel(text_target(context=1024, kind=EndingTarget))
+
+    async def here(drafter):
+        engine = Engine(
+            model.target,
+            drafters={"suffix": SuffixDrafter()},
+            tokenizer=model.tokenizer,
+            config=EngineConfig(slots=2, context=1024),
+            budget=FixedBudget(nodes=8, depth=6),
+        )
+        backend = EmbeddedBackend(engine, model.tokenizer, drafter=drafter)
+        try:
+            messages = ({"role": "user", "content": "hello"},)
+            return await backend.answer(Ask(messages, **asked))
+        finally:
+            await backend.close()
+
+    answers = [asyncio.run(here(drafter)) for drafter in ("none", "suffix")]
+    served = with_client(
+        fake_service(model=model), lambda c: c.post("/v1/chat/completions", chat_body(**asked))
+    ).json()["choices"][0]
+    assert {answer.text for answer in answers} == {served["message"]["content"]}
+    text = answers[0].text
+    if wanted["type"] == "json_object":
+        assert text.startswith('{"')  # it may go on for ever
+    if wanted["type"] == "json_schema":
+        assert set(json.loads(text)) == {"ok", "tag"}
+    if wanted["type"] == "regex":
+        assert re.fullmatch(wanted["regex"], text)
+    if wanted["type"] == "grammar":
+        assert re.fullmatch(r"yes|no|maybe \d{3}", text)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"type": "xml"}, "use one of text, json_object"),
+        ({"type": "regex"}, "lacks regex"),
+        ({"type": "regex", "regex": "("}, "the regex cannot be used"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}, "cannot be used"),
+        ({"type": "json_schema", "json_schema": {"schema": float("nan")}}, "no JSON"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_here_as_well(wanted, why):
+    engine = Engine(text_target(context=64), tokenizer=ByteTokenizer(), budget=FixedBudget(0, 0))
+    backend = EmbeddedBackend(engine, ByteTokenizer())
+    with pytest.raises(InvalidParameter, match=why):
+        asyncio.run(backend.answer(ask(response_format=wanted)))
 
 
 VLLM = {

@@ -12,8 +12,8 @@ from outrider.core.sampling import SamplingParams
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Engine, EngineConfig, FixedBudget
+from outrider.engine.grammar import CACHED, JSON_OBJECT, Follower, GrammarCompiler, GrammarSource
 from outrider.errors import InvalidParameter
-from outrider.serve.grammar import CACHED, JSON_OBJECT, Follower, GrammarCompiler, GrammarSource
 from outrider.testing.fakes import END, ByteTokenizer
 from outrider.testing.serving import text_target
 

@@ -249,7 +249,7 @@ def test_20_21_a_hostile_grammar_ends_itself_and_no_other(wanted: dict[str, Any]
 
 def test_22_caches_are_bounded() -> None:
     from outrider.drafters.suffix import SuffixConfig
-    from outrider.serve.grammar import CACHED
+    from outrider.engine.grammar import CACHED
 
     config = SuffixConfig()
     assert CACHED <= 256 and config.cached_tokens <= 10**6 and config.max_tenants <= 1024

@@ -1,8 +1,8 @@
 """The engine in this process, asked like any other. The one backend that knows a tensor library.
 
 One thread drives the engine; requests and results cross by queues and by the event loop's own
-call. It honours everything that `SamplingParams` has, and tools where the chat template has a place
-for them; what needs a grammar is refused here, and served by `outrider serve`.
+call. It honours everything that `SamplingParams` has, structured output, and tools where the chat
+template has a place for them; a forced tool call is refused here, and served by `outrider serve`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
 from outrider.backends.base import (
@@ -28,11 +28,15 @@ from outrider.backends.base import (
     UnsupportedOption,
 )
 from outrider.backends.prometheus import Scrape
+from outrider.core.grammar import Grammar
 from outrider.core.sampling import SamplingParams
 from outrider.engine import Completion, Engine, Update
 from outrider.errors import OutriderError
 from outrider.models.tokenizer import TextModel
 from outrider.records.request import acceptance_record, by_position, is_verify_step
+
+if TYPE_CHECKING:
+    from outrider.engine.grammar import GrammarCompiler
 
 KIND = "embedded"
 IDLE_S = 0.2
@@ -46,6 +50,7 @@ class _Job:
     params: SamplingParams
     done: Callable[[Completion | OutriderError], None]
     tenant: str
+    grammar: Grammar | None = None
     number: int = -1
     begin: float = field(default_factory=time.perf_counter)
     arrivals: list[float] = field(default_factory=list)
@@ -72,6 +77,8 @@ class EmbeddedBackend:
         self._totals = {"requests": 0, "prompt": 0, "output": 0}
         self._sent = 0
         self._thread: threading.Thread | None = None
+        self._compiler: GrammarCompiler | None = None
+        self._compiling = threading.Lock()
         name = engine.target.name
         self._info = EngineInfo(
             kind=KIND,
@@ -88,6 +95,7 @@ class EmbeddedBackend:
 
     async def answer(self, ask: Ask) -> Answer:
         prompt, params = self._tokens(ask), parameters(ask)
+        grammar = await asyncio.to_thread(self._grammar, ask)
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Completion | OutriderError] = loop.create_future()
 
@@ -95,7 +103,7 @@ class EmbeddedBackend:
             loop.call_soon_threadsafe(_resolve, result, value)
 
         self._sent += 1
-        job = _Job(prompt, params, done, tenant=f"ask-{self._sent}")
+        job = _Job(prompt, params, done, tenant=f"ask-{self._sent}", grammar=grammar)
         self._start()
         self._jobs.put(job)
         try:
@@ -144,8 +152,33 @@ class EmbeddedBackend:
             return tuple(self._tokenizer.encode(prompt))
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if len(messages) == len(prompt):
-            return tuple(self._tokenizer.chat(messages, tools=ask.tools or None))
+            # As on the server: a grammar would rule the reasoning as well.
+            variables = {"enable_thinking": False} if ask.response_format else None
+            return tuple(
+                self._tokenizer.chat(messages, tools=ask.tools or None, variables=variables)
+            )
         return tuple(part for part in prompt if isinstance(part, int))
+
+    def _grammar(self, ask: Ask) -> Grammar | None:
+        """The grammar of the request in its first state; compiles it where it is new.
+
+        Raises:
+            InvalidParameter: it is not a grammar, or too complex.
+        """
+        if ask.response_format is None:
+            return None
+        from outrider.engine.grammar import GrammarCompiler, GrammarSource
+
+        source = GrammarSource.of_format(ask.response_format)
+        if source is None:
+            return None
+        with self._compiling:
+            if self._compiler is None:
+                target = self._engine.target
+                self._compiler = GrammarCompiler(
+                    self._tokenizer, vocab_size=target.vocab_size, ends=target.end_tokens
+                )
+        return self._compiler.start(source)
 
     def _answer(self, job: _Job, ended: Completion, ask: Ask) -> Answer:
         arrivals = tuple(at - job.begin for at in job.arrivals)
@@ -210,7 +243,11 @@ class EmbeddedBackend:
                 return True
             try:
                 job.number = self._engine.add(
-                    job.prompt, job.params, drafter=self._drafter, tenant=job.tenant
+                    job.prompt,
+                    job.params,
+                    drafter=self._drafter,
+                    tenant=job.tenant,
+                    grammar=job.grammar,
                 )
             except OutriderError as fault:
                 job.done(fault)
@@ -240,13 +277,13 @@ def _resolve(
 
 
 def parameters(ask: Ask) -> SamplingParams:
-    """The request's parameters.
+    """The request's parameters, its grammar left out.
 
     Raises:
-        UnsupportedOption: it asks for a grammar, a forced tool or another engine's own field.
+        UnsupportedOption: it asks for a choice of tools or another engine's own field.
         InvalidParameter: a value is out of range.
     """
-    for name in ("response_format", "tool_choice", "extra"):
+    for name in ("tool_choice", "extra"):
         if getattr(ask, name):
             raise UnsupportedOption(
                 f"the embedded engine cannot honour {name}; start outrider serve and measure that"

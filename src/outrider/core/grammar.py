@@ -2,7 +2,7 @@
 
 A grammar is asked at a node of a draft tree: which tokens may follow the committed output and the
 guesses that lead there? So it acts along a path exactly as penalties do, and nothing needs rolling
-back when guesses are rejected. The module knows no grammar language; `outrider.serve.grammar` does.
+back when guesses are rejected. The module knows no grammar language; `engine.grammar` does.
 
 Shapes: V vocabulary.
 """

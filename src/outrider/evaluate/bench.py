@@ -264,9 +264,7 @@ class _WrongGuesses:
         return
 
 
-def measure_steps(
-    target: Target, tokenizer: TextModel, prompt: Sequence[int]
-) -> dict[int, float]:
+def measure_steps(target: Target, tokenizer: TextModel, prompt: Sequence[int]) -> dict[int, float]:
     """Median milliseconds of a whole engine step by number of rows, the sizes interleaved."""
     context = min(target.context_length, len(prompt) + (max(COST_ROWS) + 1) * COST_STEPS)
     engines = {}

@@ -14,19 +14,15 @@ from typing import Any
 
 from outrider.core.noise import MAX_SEED, fresh_seed
 from outrider.core.sampling import SamplingParams
+from outrider.engine.grammar import GrammarSource
 from outrider.errors import InvalidParameter
 from outrider.serve.config import Limits
 from outrider.serve.errors import ApiError, bad_request
-from outrider.serve.grammar import JSON_OBJECT, GrammarSource
 from outrider.serve.schema import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
-    GrammarFormat,
-    JsonObjectFormat,
-    JsonSchemaFormat,
     NamedTool,
-    RegexFormat,
     Sampled,
     Tool,
 )
@@ -237,15 +233,9 @@ def grammar_source(
         ApiError: it is too large.
     """
     wanted = request.response_format
-    source = None
-    if isinstance(wanted, JsonObjectFormat):
-        source = JSON_OBJECT
-    elif isinstance(wanted, JsonSchemaFormat):
-        source = GrammarSource.of_schema(wanted.json_schema.json_schema)
-    elif isinstance(wanted, RegexFormat):
-        source = GrammarSource("regex", wanted.regex)
-    elif isinstance(wanted, GrammarFormat):
-        source = GrammarSource("grammar", wanted.grammar)
+    if wanted is None:
+        return None
+    source = GrammarSource.of_format(wanted.model_dump(by_alias=True))
     if source is not None:
         check_grammar_size(source, limits, param="response_format")
     return source

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from outrider.drafters.identity import drafter_identity
 from outrider.drafters.table import Setting, build_drafter
 from outrider.engine import Budget, Engine, EngineConfig
+from outrider.engine.grammar import Follower, GrammarCompiler, GrammarSource
 from outrider.engine.memory import available_memory
 from outrider.errors import InvalidParameter, OutOfMemory
 from outrider.models.target import Target
@@ -20,7 +21,6 @@ from outrider.models.tokenizer import TextModel
 from outrider.serve.answers import TokenTable
 from outrider.serve.config import ServerConfig
 from outrider.serve.errors import ApiError, bad_request
-from outrider.serve.grammar import Follower, GrammarCompiler, GrammarSource
 from outrider.serve.keys import KeyRing
 from outrider.serve.metrics import Metrics
 from outrider.serve.plan import Room

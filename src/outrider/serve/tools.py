@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from outrider.engine.grammar import GrammarSource
 from outrider.serve.calls import BareReader, HermesReader, MistralReader
-from outrider.serve.grammar import GrammarSource
 from outrider.serve.reader import Reader
 from outrider.serve.schema import Tool
 
