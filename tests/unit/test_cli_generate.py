@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -213,6 +214,8 @@ def pressing(times: int) -> TableTarget:
 def test_version(cli):
     result = cli("--version")
     assert (result.code, result.out) == (0, "outrider 0.1.0\n")
+    module = [sys.executable, "-m", "outrider", "--version"]
+    assert subprocess.check_output(module, text=True) == result.out
 
 
 def test_help_lists_the_verbs(cli):

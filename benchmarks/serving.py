@@ -1,0 +1,240 @@
+"""Tokens per second of the server with speculation on and off, at several concurrencies, and what
+the server adds to the engine's own step.
+
+The server is its own process; this one is the client. Both profiles answer the same prompts in
+turns, so that a slow minute meets both. The server's overhead is the time between a plain stream's
+tokens as the client sees it, less the engine's own time per token for the same prompt in this
+process, taken in turns as well while the server idles.
+
+    python benchmarks/serving.py --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+
+from outrider.core.sampling import SamplingParams
+from outrider.engine import Engine, EngineConfig
+from outrider.evaluate.workloads import Prompt, load_workload
+from outrider.models.load import LoadedModel, load_model
+from outrider.records.files import write_json
+from outrider.records.manifest import TargetIdentity, run_manifest
+
+FAMILIES = ("chat", "code", "edit", "extract")
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Attributes:
+    tokens: that were generated.
+    seconds: from sending the request to the end of the answer.
+    first, last: times of the first and the last chunk, from `time.perf_counter`.
+    text: the answer.
+    """
+
+    tokens: int
+    seconds: float
+    first: float
+    last: float
+    text: str
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds between tokens, the first one's wait left out."""
+        return 1000 * (self.last - self.first) / max(self.tokens - 1, 1)
+
+
+@contextlib.contextmanager
+def server(target: str, drafter: str, slots: int) -> Iterator[str]:
+    """The address of a server with the plain and one speculative profile."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+    command = [sys.executable, "-m", "outrider", "serve", target, "--drafter", drafter]
+    command += ["--port", str(port), "--slots", str(slots)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(1200):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended: {' '.join(command)}")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def ask(
+    session: aiohttp.ClientSession, root: str, model: str, prompt: Prompt, tokens: int
+) -> Answer:
+    """One streamed greedy answer."""
+    body = {
+        "model": model,
+        "messages": prompt.chat(),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    begin, stamps, text, count = time.perf_counter(), [], [], 0
+    async with session.post(f"{root}/v1/chat/completions", json=body) as reply:
+        if reply.status != 200:
+            raise SystemExit(f"{reply.status}: {await reply.text()}")
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            for choice in event["choices"]:
+                if choice["delta"].get("content"):
+                    stamps.append(time.perf_counter())
+                    text.append(choice["delta"]["content"])
+            if event.get("usage"):
+                count = event["usage"]["completion_tokens"]
+    end = time.perf_counter()
+    return Answer(count, end - begin, stamps[0], stamps[-1], "".join(text))
+
+
+async def load(
+    root: str, model: str, prompts: Sequence[Prompt], *, clients: int, tokens: int
+) -> tuple[list[Answer], float]:
+    """All prompts' answers, so many at a time, and the seconds that they took together."""
+    waiting = list(enumerate(prompts))
+    found: dict[int, Answer] = {}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def client() -> None:
+            while waiting:
+                number, prompt = waiting.pop(0)
+                found[number] = await ask(session, root, model, prompt, tokens)
+
+        begin = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return [found[i] for i in range(len(prompts))], time.perf_counter() - begin
+
+
+def figures(rounds: Sequence[tuple[list[Answer], float]]) -> dict[str, float]:
+    """Tokens per second in all, and as a user sees them, medians over rounds and answers."""
+    total = [sum(a.tokens for a in answers) / seconds for answers, seconds in rounds]
+    user = [a.tokens / a.seconds for answers, _ in rounds for a in answers]
+    return {
+        "tokens_per_s": round(statistics.median(total), 2),
+        "tokens_per_s_user": round(statistics.median(user), 2),
+    }
+
+
+def concurrency(
+    root: str, name: str, prompts: Sequence[Prompt], *, clients: int, tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Both profiles at one concurrency, in turns."""
+    work = [prompts[i % len(prompts)] for i in range(max(len(prompts), 2 * clients))]
+    both: dict[str, list[tuple[list[Answer], float]]] = {BASELINE: [], "speculative": []}
+    models = {BASELINE: f"{name}@{BASELINE}", "speculative": name}
+    for number in range(rounds + 1):
+        for side in sorted(both, reverse=bool(number % 2)):
+            done = asyncio.run(load(root, models[side], work, clients=clients, tokens=tokens))
+            if number:  # the first round warms up
+                both[side].append(done)
+    plain, fast = figures(both[BASELINE]), figures(both["speculative"])
+    texts = {side: [a.text for a in rounds_[0][0]] for side, rounds_ in both.items()}
+    return {
+        "clients": clients,
+        "requests": len(work),
+        "plain": plain,
+        "speculative": fast,
+        "ratio_total": round(fast["tokens_per_s"] / plain["tokens_per_s"], 3),
+        "ratio_user": round(fast["tokens_per_s_user"] / plain["tokens_per_s_user"], 3),
+        "texts_identical": sum(map(str.__eq__, *texts.values())),
+    }
+
+
+def overhead(
+    root: str, name: str, model: LoadedModel, prompts: Sequence[Prompt], *, tokens: int
+) -> dict[str, float]:
+    """Milliseconds per token of a plain stream and of the engine alone."""
+    engine = Engine(
+        model.target,
+        config=EngineConfig(slots=1, context=2048, max_nodes=0, max_depth=0, reuse_prefix=False),
+        tokenizer=model.tokenizer,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=tokens)
+    alone, served = [], []
+    for prompt in [prompts[0], *prompts]:  # the first one warms up
+        [result] = engine.generate([model.tokenizer.chat(prompt.chat())], params)
+        assert result.ttft_s is not None
+        alone.append(1000 * (result.e2e_s - result.ttft_s) / max(len(result.tokens) - 1, 1))
+        work = load(root, f"{name}@{BASELINE}", [prompt], clients=1, tokens=tokens)
+        [answer], _ = asyncio.run(work)
+        served.append(answer.token_ms)
+    added = [b - a for a, b in zip(alone[1:], served[1:], strict=True)]
+    return {
+        "engine_ms_per_token": round(statistics.median(alone[1:]), 3),
+        "served_ms_per_token": round(statistics.median(served[1:]), 3),
+        "added_ms_per_token": round(statistics.median(added), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--drafter", default="hybrid:suffix+eagle3")
+    parser.add_argument("--clients", default="1,4,16")
+    parser.add_argument("--prompts", type=int, default=2, help="of each family")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    prompts = [p for f in FAMILIES for p in load_workload(f"builtin:{f}")[: options.prompts]]
+    clients = [int(word) for word in options.clients.split(",")]
+    model = load_model(options.target)
+    manifest = run_manifest(
+        seed=0,
+        threads=torch.get_num_threads(),
+        target=TargetIdentity(model.target.name, model.target.fingerprint, model.target.precision),
+        options={k: str(v) for k, v in vars(options).items()},
+    )
+    before = os.getloadavg()
+    with server(options.target, options.drafter, max(clients)) as root:
+        cells = []
+        for count in clients:
+            tokens, rounds = options.max_tokens, options.rounds
+            cells.append(
+                concurrency(
+                    root, options.target, prompts, clients=count, tokens=tokens, rounds=rounds
+                )
+            )
+            print(json.dumps(cells[-1]), flush=True)
+        added = overhead(root, options.target, model, prompts, tokens=options.max_tokens)
+        print(json.dumps(added), flush=True)
+    plain = {cell["clients"]: cell["plain"]["tokens_per_s"] for cell in cells}
+    document = {
+        "manifest": manifest.finish().to_dict(),
+        "load_before": before,
+        "concurrency": cells,
+        "overhead": added,
+        "plain_throughput_last_over_first": round(plain[clients[-1]] / plain[clients[0]], 2),
+    }
+    if options.json:
+        write_json(options.json, document)
+
+
+if __name__ == "__main__":
+    main()
