@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from outrider.errors import InvalidParameter
 from outrider.models.cache import KVCache
 from outrider.models.target import Forward, Segment
 from outrider.serve.keys import hash_key
+from outrider.serve.run import serve
 from outrider.serve.service import Service
 from outrider.testing.asgi import AsgiClient, Response, parse_events
 from outrider.testing.fakes import ByteTokenizer, TableTarget
@@ -1113,3 +1115,30 @@ def test_guessing_shrinks_as_the_batch_grows() -> None:
         steps = sum(answer["num_spec_steps"] for answer in told)
         proposed[crowd] = sum(answer["num_draft_tokens"] for answer in told) / steps
     assert proposed[1] > 2 * proposed[8]
+
+
+def test_signals_do_afterwards_what_they_did_before() -> None:
+    heard: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        heard.append(number)
+
+    addresses: list[str] = []
+
+    async def run() -> None:
+        task = asyncio.ensure_future(serve(fake_service(), listening=addresses.append))
+        while not addresses:
+            await asyncio.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+        await task
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        asyncio.run(run())
+        assert all(signal.getsignal(number) is handler for number in before)
+        assert heard == []  # the server ended by it, and nobody else was told
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)

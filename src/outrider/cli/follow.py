@@ -39,7 +39,8 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         trace: TracebackType | None,
     ) -> None:
         if self._active:
-            signal.signal(signal.SIGINT, self._before)
+            before = signal.default_int_handler if self._before is None else self._before
+            signal.signal(signal.SIGINT, before)  # none: it was not Python's
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

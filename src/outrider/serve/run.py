@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -110,11 +110,21 @@ async def serve_places(
         CannotListen: a port is taken or not allowed.
     """
     servers = [_Server(_settings(place, limits, tls)) for place in places]
-    if signals:
-        _heed_signals(servers)
+    heeding = _heeding_signals(servers) if signals else contextlib.nullcontext()
+    with heeding:
+        await _serve_all(servers, listening, draining, scheme="https" if tls else "http")
+
+
+async def _serve_all(
+    servers: list[_Server],
+    listening: Callable[[str], None],
+    draining: Callable[[], None],
+    *,
+    scheme: str,
+) -> None:
     tasks = [asyncio.create_task(_serve_one(server)) for server in servers]
     try:
-        await _announce(servers, tasks, listening, scheme="https" if tls else "http")
+        await _announce(servers, tasks, listening, scheme=scheme)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         draining()
@@ -126,8 +136,12 @@ async def serve_places(
                 raise result
 
 
-def _heed_signals(servers: list[_Server]) -> None:
-    """The first signal begins to drain, the second gives up what is still under way."""
+@contextlib.contextmanager
+def _heeding_signals(servers: list[_Server]) -> Iterator[None]:
+    """The first signal begins to drain, the second gives up what is still under way.
+
+    Afterwards signals do what they did before; the loop alone would put Python's own handler there.
+    """
 
     def end() -> None:
         for server in servers:
@@ -135,8 +149,15 @@ def _heed_signals(servers: list[_Server]) -> None:
             server.should_exit = True
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
         loop.add_signal_handler(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 async def _serve_one(server: _Server) -> None:
