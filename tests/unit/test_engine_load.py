@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Completion, Engine, EngineConfig, FixedBudget
 from outrider.engine.drafting import UNGRAMMATICAL, grammatical
+from outrider.engine.memory import allocating
 from outrider.engine.scheduler import Plan, Waiting, schedule
-from outrider.errors import InvalidParameter, Overloaded
+from outrider.errors import InvalidParameter, OutOfMemory, Overloaded
 from outrider.models.cache import KVCache
 from outrider.models.target import Forward, Segment
+from outrider.models.tiny import tiny_config
+from outrider.models.transformer import Transformer
 from outrider.testing.fakes import TableTarget
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
@@ -356,3 +360,62 @@ def test_a_drafter_is_held_to_its_word_on_chains() -> None:
     [done] = engine.generate([REPEATING], LONG, drafter="fickle")
     assert done.error is None and len(done.tokens) == 40
     assert any(step.reason.startswith("drafter fault") for step in done.steps)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def test_full_slots_of_full_length_queue_what_follows_and_refuse_the_rest() -> None:
+    """Every slot holds as much as it can, with the widest trees: the others wait or are told no,
+    and no row is asked for that was not planned."""
+    target = Transformer.random(tiny_config(), seed=0)
+    context = 48
+    engine = Engine(
+        target,
+        drafters={"ngram": NgramDrafter(), "suffix": SuffixDrafter()},
+        config=EngineConfig(slots=2, context=context, queue=3, prefill_chunk=16, max_nodes=8),
+        budget=FixedBudget(nodes=8, depth=8),
+    )
+    planned = engine.plan.cache
+    filling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompt = [5, 6, 7, 8] * 10  # with the output exactly the context
+
+    def add(drafter: str) -> int:
+        return engine.add(prompt, filling, drafter=drafter)
+
+    taken = [add("suffix"), add("ngram"), add("suffix"), add("none"), add("suffix")]
+    with pytest.raises(Overloaded, match="3 requests wait already"):
+        add("none")
+    with pytest.raises(InvalidParameter, match="context of 48 leaves 8"):
+        engine.add(prompt, replace(filling, max_tokens=9))
+    done: dict[int, Completion] = {}
+    most = 0
+    while engine.has_work:
+        updates = engine.step()
+        load = engine.load
+        assert load.running <= 2 and load.rows <= load.capacity == 2 * context
+        most = max(most, load.rows)
+        for update in updates:
+            if update.finish_reason is not None:
+                done[update.request] = engine.take(update.request)
+    assert most > 2 * 40 and sorted(done) == sorted(taken)
+    assert {len(d.tokens) for d in done.values()} == {8}
+    assert {d.tokens for d in done.values()} == {done[taken[3]].tokens}
+    assert {d.finish_reason for d in done.values()} == {"length"}
+    assert engine.plan.cache == planned == target.cache_shape.nbytes(2, context + 9)
+
+
+def test_an_allocator_that_says_no_is_one_line_with_a_remedy() -> None:
+    for fault in (
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ):
+
+        class Poor(TableTarget):
+            def new_cache(self, *, slots: int, length: int, error: Exception = fault) -> KVCache:
+                raise error
+
+        with pytest.raises(OutOfMemory, match=r"4 slots of 64 positions.*lower the slots"):
+            Engine(Poor(context_length=64), config=EngineConfig(slots=4))
+    with pytest.raises(RuntimeError, match="something else"), allocating("x", slots=1, context=1):
+        raise RuntimeError("something else")

@@ -33,7 +33,7 @@ from outrider.engine.admission import WaitingLine
 from outrider.engine.budget import Budget, CostBudget
 from outrider.engine.costs import cached_costs
 from outrider.engine.drafting import Drafting, Guess
-from outrider.engine.memory import MemoryPlan, available_memory
+from outrider.engine.memory import MemoryPlan, allocating, available_memory
 from outrider.engine.scheduler import Waiting, schedule
 from outrider.engine.sequence import Completion, FinishReason, Sequence, Update
 from outrider.engine.slots import SlotPool
@@ -200,7 +200,8 @@ class Engine:
         self.plan.check(slots=self.config.slots, context=self.context)
         self._tokenizer = tokenizer
         length = self.context + self.config.max_nodes + 1
-        self._cache = target.new_cache(slots=self.config.slots, length=length)
+        with allocating("the cache", slots=self.config.slots, context=self.context):
+            self._cache = target.new_cache(slots=self.config.slots, length=length)
         self._pool = SlotPool(self._cache, reuse=self.config.reuse_prefix)
         self.budget = budget or self._measured_budget(cache_folder() / "costs")
         self._drafting = Drafting(self.drafters, self.budget, target.vocab_size)

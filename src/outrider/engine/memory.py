@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +48,26 @@ class MemoryPlan:
                 f"{megabytes(self.logits)}), {megabytes(self.available)} are free; "
                 "lower the slots or the context"
             )
+
+
+@contextmanager
+def allocating(what: str, *, slots: int, context: int) -> Iterator[None]:
+    """Turn a refusal of the allocator into one line with the remedy.
+
+    Raises:
+        OutOfMemory: there is not as much; nothing of what was asked for is kept.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as fault:
+        # The CPU's allocator has no error class of its own.
+        wanting = isinstance(fault, MemoryError | torch.OutOfMemoryError)
+        if not wanting and "not enough memory" not in str(fault) and "alloc" not in str(fault):
+            raise
+        raise OutOfMemory(
+            f"{what} of {slots} slots of {context} positions cannot be allocated; lower the slots "
+            "or the context"
+        ) from None
 
 
 def available_memory(device: torch.device) -> int:

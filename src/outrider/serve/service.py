@@ -14,7 +14,7 @@ from outrider.drafters.identity import drafter_identity
 from outrider.drafters.table import Setting, build_drafter
 from outrider.engine import Budget, Engine, EngineConfig
 from outrider.engine.grammar import Follower, GrammarCompiler, GrammarSource
-from outrider.engine.memory import available_memory
+from outrider.engine.memory import allocating, available_memory
 from outrider.errors import InvalidParameter, OutOfMemory
 from outrider.models.target import Target
 from outrider.models.tokenizer import TextModel
@@ -223,9 +223,11 @@ def _engine(config: ServerConfig, loaded: Loaded, budget: Budget | None) -> Engi
         context=context,
         source=loaded.source,
     )
+    with allocating("the drafters' caches", slots=settings.slots, context=context):
+        drafters = {spec: build_drafter(spec, setting) for spec in _specs(config)}
     return Engine(
         target,
-        drafters={spec: build_drafter(spec, setting) for spec in _specs(config)},
+        drafters=drafters,
         tokenizer=text,
         config=EngineConfig(
             slots=settings.slots,
