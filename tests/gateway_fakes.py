@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,7 @@ def with_gateway(
     settings: dict[str, Any] | None = None,
     loops: bool = False,
     source: Path | None = None,
+    wall: Callable[[], float] = time.time,
 ) -> _Result:
     """Run an asynchronous test against a gateway; `loops` runs what it does by itself."""
 
@@ -107,6 +109,7 @@ def with_gateway(
             gates=lambda profile: GateResult(True, "none asked for"),
             source=source,
             rebuild=rebuild if source is not None else None,
+            wall=wall,
         )
         edge = make_config({"target": "fake", **(settings or {})})
         world = World(

@@ -303,7 +303,7 @@ class _Work:
         error = _error(result)
         if not self._relay.begun:
             raise error
-        if result.fault != "engine":  # whose own error event has been passed on
+        if result.seen.error is None:  # otherwise the engine's own error event was passed on
             await self._relay.fail(error)
         return result
 

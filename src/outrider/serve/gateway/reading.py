@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,12 +229,28 @@ def _tops(told: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, float]]]]:
     found = []
     content = told.get("content")
     for entry in content if isinstance(content, list) else ():
-        tops = [(str(t["token"]), float(t["logprob"])) for t in entry.get("top_logprobs") or ()]
-        found.append((str(entry.get("token")), tops))
+        if isinstance(entry, Mapping):
+            tops = entry.get("top_logprobs")
+            pairs = [
+                (t.get("token"), t.get("logprob"))
+                for t in (tops if isinstance(tops, list) else ())
+                if isinstance(t, Mapping)
+            ]
+            found.append((str(entry.get("token")), _pairs(pairs)))
     tokens, likeliest = told.get("tokens"), told.get("top_logprobs")
     if isinstance(tokens, list) and isinstance(likeliest, list):
         for token, top in zip(tokens, likeliest, strict=False):
-            found.append((str(token), list((top or {}).items())))
+            listed = top.items() if isinstance(top, Mapping) else ()
+            found.append((str(token), _pairs(listed)))
+    return found
+
+
+def _pairs(told: Iterable[tuple[object, object]]) -> list[tuple[str, float]]:
+    """What is a token with a log-probability; NaN, which engines write all the same, is none."""
+    found = []
+    for token, value in told:
+        if isinstance(token, str) and isinstance(value, int | float) and value <= 0.01:
+            found.append((token, float(value)))
     return found
 
 
