@@ -230,6 +230,7 @@ class Gateway:
     def _judged(self, report: Report) -> None:
         told = {"type": "verdict", **report.to_dict()}
         self.verdicts.append(told)
+        self.metrics.verdicts.labels(report.profile, report.state).inc()
         self._tell(told)
 
     def _figures(self) -> None:

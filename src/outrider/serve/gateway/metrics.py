@@ -123,6 +123,12 @@ class GatewayMetrics:
         self.changes = self._counter(
             "outrider_rollout_changes", "Changes of phase or weight.", "profile", "action"
         )
+        self.verdicts = self._counter(
+            "outrider_rollout_verdicts",
+            "Looks at a profile, by what they said.",
+            "profile",
+            "state",
+        )
         self.killed = self._gauge("outrider_rollout_killed", "1 while everything is switched off.")
         self.unsaved = self._gauge("outrider_rollout_unsaved", "1 while the state is not on disk.")
         self.breaker = self._gauge(
