@@ -30,6 +30,7 @@ LAYERS = (
     {"rollout", "backends"},
     {"serve", "evaluate", "train"},
     {"cli"},
+    {"__main__"},
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 FREE = {"errors"}  # importable by all; imports nothing of ours
