@@ -44,8 +44,9 @@ bench-peers: $(RUN)  ## Install other engines into .peers (half an hour) and com
 	$(BIN)/python benchmarks/peers/install.py
 	$(BIN)/python benchmarks/peers/run.py
 
-docs: $(DEV)  ## Regenerate the command-line reference and check the links in the docs.
+docs: $(DEV)  ## Regenerate the command-line reference, check the links, build the site into build/site.
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m mkdocs build --strict
 
 dist: $(DEV)  ## Build the wheel and the source archive into dist/.
 	$(BIN)/python -m build --outdir dist
