@@ -16,7 +16,6 @@ from outrider.backends.openai import read_any
 from outrider.backends.prometheus import parse
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Engine, EngineConfig, FixedBudget
-from outrider.errors import InvalidParameter
 from outrider.testing.fakes import ByteTokenizer
 from outrider.testing.serving import (
     FakeModel,
@@ -235,7 +234,7 @@ def test_the_embedded_engine_follows_the_grammars_that_the_server_follows(wanted
 def test_what_is_no_grammar_is_refused_here_as_well(wanted, why):
     engine = Engine(text_target(context=64), tokenizer=ByteTokenizer(), budget=FixedBudget(0, 0))
     backend = EmbeddedBackend(engine, ByteTokenizer())
-    with pytest.raises(InvalidParameter, match=why):
+    with pytest.raises(UnsupportedOption, match=why):
         asyncio.run(backend.answer(ask(response_format=wanted)))
 
 

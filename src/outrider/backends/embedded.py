@@ -31,7 +31,7 @@ from outrider.backends.prometheus import Scrape
 from outrider.core.grammar import Grammar
 from outrider.core.sampling import SamplingParams
 from outrider.engine import Completion, Engine, Update
-from outrider.errors import OutriderError
+from outrider.errors import InvalidParameter, OutriderError
 from outrider.models.tokenizer import TextModel
 from outrider.records.request import acceptance_record, by_position, is_verify_step
 
@@ -163,13 +163,21 @@ class EmbeddedBackend:
         """The grammar of the request in its first state; compiles it where it is new.
 
         Raises:
-            InvalidParameter: it is not a grammar, or too complex.
+            UnsupportedOption: it is not a grammar, too complex, or the model never ends.
         """
         if ask.response_format is None:
             return None
+        try:
+            return self._compiled(ask.response_format)
+        except InvalidParameter as fault:
+            raise UnsupportedOption(
+                f"the embedded engine cannot honour response_format: {fault}"
+            ) from None
+
+    def _compiled(self, form: Mapping[str, Any]) -> Grammar | None:
         from outrider.engine.grammar import GrammarCompiler, GrammarSource
 
-        source = GrammarSource.of_format(ask.response_format)
+        source = GrammarSource.of_format(form)
         if source is None:
             return None
         with self._compiling:
