@@ -2,9 +2,10 @@
 the server adds to the engine's own step.
 
 The server is its own process; this one is the client. Both profiles answer the same prompts in
-turns, so that a slow minute meets both. The server's overhead is the time between a plain stream's
-tokens as the client sees it, less the engine's own time per token for the same prompt in this
-process, taken in turns as well while the server idles.
+turns, so that a slow minute meets both. No prompt is asked twice of a profile: the server remembers
+what it said, and a second answer would be a copy of the first. The server's overhead is the time
+between a plain stream's tokens as the client sees it, less the engine's own time per token for the
+same prompt in this process, taken in turns as well while the server idles.
 
     python benchmarks/serving.py --json FILE
 """
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -36,7 +38,6 @@ from outrider.models.load import LoadedModel, load_model
 from outrider.records.files import write_json
 from outrider.records.manifest import TargetIdentity, run_manifest
 
-FAMILIES = ("chat", "code", "edit", "extract")
 BASELINE = "baseline"
 
 
@@ -131,6 +132,13 @@ async def load(
         return [found[i] for i in range(len(prompts))], time.perf_counter() - begin
 
 
+def shares(prompts: Sequence[Prompt], clients: Sequence[int]) -> list[Sequence[Prompt]]:
+    """Prompts for each concurrency: more where more are asked at once."""
+    weights = [max(count, 4) for count in clients]
+    ends = [len(prompts) * sum(weights[: i + 1]) // sum(weights) for i in range(len(weights))]
+    return [prompts[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
 def figures(rounds: Sequence[tuple[list[Answer], float]]) -> dict[str, float]:
     """Tokens per second in all, and as a user sees them, medians over rounds and answers."""
     total = [sum(a.tokens for a in answers) / seconds for answers, seconds in rounds]
@@ -144,20 +152,20 @@ def figures(rounds: Sequence[tuple[list[Answer], float]]) -> dict[str, float]:
 def concurrency(
     root: str, name: str, prompts: Sequence[Prompt], *, clients: int, tokens: int, rounds: int
 ) -> dict[str, Any]:
-    """Both profiles at one concurrency, in turns."""
-    work = [prompts[i % len(prompts)] for i in range(max(len(prompts), 2 * clients))]
+    """Both profiles at one concurrency, in turns; every round has prompts of its own."""
+    size = len(prompts) // rounds
     both: dict[str, list[tuple[list[Answer], float]]] = {BASELINE: [], "speculative": []}
     models = {BASELINE: f"{name}@{BASELINE}", "speculative": name}
-    for number in range(rounds + 1):
+    for number in range(rounds):
+        work = prompts[number * size : (number + 1) * size]
         for side in sorted(both, reverse=bool(number % 2)):
             done = asyncio.run(load(root, models[side], work, clients=clients, tokens=tokens))
-            if number:  # the first round warms up
-                both[side].append(done)
+            both[side].append(done)
     plain, fast = figures(both[BASELINE]), figures(both["speculative"])
-    texts = {side: [a.text for a in rounds_[0][0]] for side, rounds_ in both.items()}
+    texts = {side: [a.text for done, _ in found for a in done] for side, found in both.items()}
     return {
         "clients": clients,
-        "requests": len(work),
+        "requests": size * rounds,
         "plain": plain,
         "speculative": fast,
         "ratio_total": round(fast["tokens_per_s"] / plain["tokens_per_s"], 3),
@@ -197,13 +205,15 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", default="hybrid:suffix+eagle3")
     parser.add_argument("--clients", default="1,4,16")
-    parser.add_argument("--prompts", type=int, default=2, help="of each family")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    prompts = [p for f in FAMILIES for p in load_workload(f"builtin:{f}")[: options.prompts]]
     clients = [int(word) for word in options.clients.split(",")]
+    prompts = list(load_workload("builtin:all"))
+    random.Random(0).shuffle(prompts)
+    warm, single, prompts = prompts[:2], prompts[2:8], prompts[8:]
+    parts = shares(prompts, clients)
     model = load_model(options.target)
     manifest = run_manifest(
         seed=0,
@@ -213,16 +223,16 @@ def main() -> None:
     )
     before = os.getloadavg()
     with server(options.target, options.drafter, max(clients)) as root:
+        for model_name in (options.target, f"{options.target}@{BASELINE}"):
+            asyncio.run(load(root, model_name, warm, clients=1, tokens=options.max_tokens))
         cells = []
-        for count in clients:
+        for count, part in zip(clients, parts, strict=True):
             tokens, rounds = options.max_tokens, options.rounds
             cells.append(
-                concurrency(
-                    root, options.target, prompts, clients=count, tokens=tokens, rounds=rounds
-                )
+                concurrency(root, options.target, part, clients=count, tokens=tokens, rounds=rounds)
             )
             print(json.dumps(cells[-1]), flush=True)
-        added = overhead(root, options.target, model, prompts, tokens=options.max_tokens)
+        added = overhead(root, options.target, model, single, tokens=options.max_tokens)
         print(json.dumps(added), flush=True)
     plain = {cell["clients"]: cell["plain"]["tokens_per_s"] for cell in cells}
     document = {
