@@ -174,3 +174,25 @@ def test_room_bounds_the_depth() -> None:
     budget = CostBudget(FLAT, nodes=8, depth=8)
     limits = budget.limits([Subject(0, "d", room=2), Subject(1, "d", room=0)], other_rows=0)
     assert [(n.nodes, n.depth) for n in limits] == [(8, 2), (0, 0)]
+
+
+@pytest.mark.parametrize(("sequences", "asked"), [(1, True), (6, False)])
+def test_many_sequences_pay_for_all_their_guesses(sequences: int, asked: bool) -> None:
+    """A draft that pays for one sequence may not for six: a token is cheaper there, rows are not,
+    and the drafter guesses for one after the other."""
+    rows = CostTable({1: 5.0, 8: 5.5, 16: 8.0, 64: 30.0}, host_ms=1.0)
+    budget = CostBudget(rows, nodes=8, depth=8)
+    subjects = [Subject(i, "d", room=100) for i in range(sequences)]
+    tree = DraftTree.chain((0, 1, 2, 3))
+    depths: list[int] = []
+    for step in range(200):
+        limits = budget.limits(subjects, other_rows=0)
+        depths.append(limits[0].depth)
+        trees = [tree if limit.depth else DraftTree.root_only(0) for limit in limits]
+        drafting = [subject for subject, limit in zip(subjects, limits, strict=True) if limit.depth]
+        budget.cut(subjects, trees, other_rows=0, draft_ms=0.0)
+        if drafting:
+            budget.spent("d", 0.4 * len(drafting), 3)
+            for subject in drafting:
+                budget.learn(subject, tree, [1, 9] if step % 2 else [9])
+    assert (sum(map(bool, depths[-100:])) > 90) is asked

@@ -143,23 +143,25 @@ def depth_limit(
     rows: int,
     limit: int,
     width: float = 1.0,
+    sequences: int = 1,
 ) -> int:
     """The depth that maximises expected tokens per second, 0 where none pays.
 
     Args:
         table: acceptance by level.
         costs: the machine's cost table.
-        draft: what drafting costs.
-        rows: rows of the pass without this chain.
+        draft: what drafting costs, for all sequences together.
+        rows: rows of the pass without guesses.
         limit: never more than this.
         width: guesses that are checked per level; 1 for a chain.
+        sequences: sequences that are asked for, taken to be alike.
     """
     best_rate, best = 1.0 / (costs.verify(rows) + costs.host_ms), 0
     gain, chance = 1.0, 1.0
     for depth in range(1, limit + 1):
         chance *= table.at_level(depth)
         gain += chance
-        checked = rows + round(width * depth)
+        checked = rows + round(sequences * width * depth)
         rate = gain / (costs.verify(checked) + costs.host_ms + draft.at(depth))
         if rate > best_rate:
             best_rate, best = rate, depth
@@ -219,7 +221,9 @@ class _SequenceMemory:
     """What the cost budget remembers of one sequence.
 
     Attributes:
-        gain: accepted tokens per proposal, a moving average; starts hopeful.
+        gain, nodes: accepted tokens and checked guesses per proposal, moving averages; the start is
+            hopeful.
+        sent: what was checked of the last proposal.
         wait, idle: proposals that are left out before the drafter is tried again, and how many
             have been left out since.
     """
@@ -228,11 +232,13 @@ class _SequenceMemory:
         self.stats = stats
         self.table = AcceptanceTable(stats.table, memory=40.0)
         self.gain = 1.0
+        self.nodes = 0.0
+        self.sent: DraftTree | None = None
         self.wait = PROBE_FIRST
         self.idle = 0
 
-    def depth(self, costs: CostTable, *, rows: int, limit: int) -> int:
-        """How deep to draft now, 0 for not at all.
+    def depth(self, costs: CostTable, *, rows: int, limit: int, sequences: int) -> int:
+        """How deep to draft now, 0 for not at all. The other sequences are taken to be like this.
 
         Where depth costs next to nothing the drafter may offer all it has, since `choose` cuts what
         does not pay; the question is only whether asking it pays. Where depth costs time, the best
@@ -240,10 +246,16 @@ class _SequenceMemory:
         """
         cost = self.stats.cost
         if cost.is_free(costs, limit):
-            best = limit if self.gain * costs.verify(1) >= cost.base_ms else 0
+            best = limit if self._pays(costs, rows=rows, sequences=sequences) else 0
         else:
             best = depth_limit(
-                self.table, costs, draft=cost, rows=rows, limit=limit, width=self.stats.width
+                self.table,
+                costs,
+                draft=cost,
+                rows=rows,
+                limit=limit,
+                width=self.stats.width,
+                sequences=sequences,
             )
         if best > 0:
             self.wait, self.idle = PROBE_FIRST, 0
@@ -254,12 +266,20 @@ class _SequenceMemory:
         self.wait, self.idle = min(2 * self.wait, PROBE_LAST), 0
         return min(PROBE_DEPTH, limit)
 
+    def _pays(self, costs: CostTable, *, rows: int, sequences: int) -> bool:
+        """Are more tokens per second to be had with proposals like the last ones than without?"""
+        plain = costs.verify(rows) + costs.host_ms
+        checked = rows + round(sequences * self.nodes)
+        guessed = costs.verify(checked) + costs.host_ms + self.stats.cost.base_ms
+        return (1 + self.gain) * plain >= guessed
+
     def learn(self, tree: DraftTree, emitted: Sequence[int]) -> None:
         """Take in what became of an offered tree, here and over all sequences."""
-        results = outcomes(tree, emitted)
-        self.table.update(results)
-        accepted = sum(result.accepted for result in results)
+        self.table.update(outcomes(tree, emitted))
+        sent = tree if self.sent is None else self.sent
+        accepted = sum(result.accepted for result in outcomes(sent, emitted))
         self.gain += GAIN_STEP * (accepted - self.gain)
+        self.nodes += GAIN_STEP * (len(sent) - 1 - self.nodes)
 
 
 @dataclass(frozen=True)
@@ -355,7 +375,7 @@ class CostBudget:
         for subject in subjects:
             limit = min(self._depth, subject.room)
             memory = self._memory(subject)
-            depth = memory.depth(self.costs, rows=rows, limit=limit)
+            depth = memory.depth(self.costs, rows=rows, limit=limit, sequences=len(subjects))
             free = memory.stats.cost.is_free(self.costs, limit)
             nodes = self._nodes if free else min(self._nodes, COSTLY_NODES)
             budgets.append(NodeBudget(nodes if depth else 0, depth, least=WORTH_A_PASS))
@@ -375,7 +395,9 @@ class CostBudget:
         ]
         kept = choose(offers, self.costs, other_rows=other_rows, draft_ms=draft_ms)
         for subject, tree in zip(subjects, kept, strict=True):
-            self._memory(subject).stats.saw(tree)
+            memory = self._memory(subject)
+            memory.sent = tree
+            memory.stats.saw(tree)
         return kept
 
     def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
