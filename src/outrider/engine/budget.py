@@ -275,9 +275,12 @@ class _SequenceMemory:
 
     def learn(self, tree: DraftTree, emitted: Sequence[int]) -> None:
         """Take in what became of an offered tree, here and over all sequences."""
-        self.table.update(outcomes(tree, emitted))
+        results = outcomes(tree, emitted)
+        self.table.update(results)
         sent = tree if self.sent is None else self.sent
-        accepted = sum(result.accepted for result in outcomes(sent, emitted))
+        if sent is not tree:  # some of it was cut
+            results = outcomes(sent, emitted)
+        accepted = sum(result.accepted for result in results)
         self.gain += GAIN_STEP * (accepted - self.gain)
         self.nodes += GAIN_STEP * (len(sent) - 1 - self.nodes)
 
