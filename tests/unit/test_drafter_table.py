@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from outrider.drafters import table
+from outrider.drafters.heads import HeadSpec, read_spec
 from outrider.drafters.hybrid import HybridDrafter
-from outrider.drafters.identity import drafter_identity
+from outrider.drafters.identity import drafter_identity, head_folder
 from outrider.drafters.none import NoneDrafter
 from outrider.drafters.table import Setting, build_drafter
 from outrider.errors import InvalidParameter
@@ -83,6 +84,40 @@ def test_what_a_drafter_is_depends_on_its_files_not_on_their_place(
     assert identity("a", b"2") != first and identity("a", b"1") == first
     assert identity("a", b"1", '{"x": 1}') != first
     assert drafter_identity(f"{spec.format(tmp_path / 'b')}", source=tmp_path, name="x") == first
+
+
+@pytest.mark.parametrize("spec", ["eagle3:{},chain", "eagle3:chain,{}", "{},chain"])
+def test_chains_are_another_drafter_wherever_the_word_stands(spec: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    trees = drafter_identity(f"eagle3:{tmp_path}", source=tmp_path, name="fake")
+    assert drafter_identity(spec.format(tmp_path), source=tmp_path, name="fake") != trees
+
+
+def test_a_head_s_spec_is_read_once_and_for_all(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    here = str(tmp_path)
+    assert read_spec("suffix") is None and read_spec("draft_model:x") is None
+    assert read_spec("eagle3") == HeadSpec("eagle3", None, False)
+    assert read_spec("eagle:chain") == HeadSpec("eagle", None, True)
+    assert read_spec(f"eagle3:{here},chain") == HeadSpec("eagle3", tmp_path, True)
+    assert read_spec(f"{here},chain") == HeadSpec(None, tmp_path, True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("eagle3:a,b", "write eagle3:DIR or eagle3:DIR,chain"),
+        ("medusa:a,chain", "write medusa:DIR$"),
+        ("{},b", "write DIR or DIR,chain"),
+    ],
+)
+def test_malformed_head_specs_are_refused_with_the_forms(
+    spec: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidParameter, match=message):
+        head_folder(spec.format(tmp_path), source=tmp_path, name="fake")
 
 
 def test_drafters_without_files_are_their_spec() -> None:

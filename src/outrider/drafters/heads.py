@@ -8,6 +8,8 @@ head that ships with Outrider for this target.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -37,6 +39,66 @@ log = logging.getLogger(__name__)
 CHAIN = "chain"
 SHIPPED = "heads"
 STYLES = ("eagle", "eagle3", "eagle3.1", "medusa")
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What a head's spec says; see the module's head.
+
+    Attributes:
+        style: of `STYLES`; `None` where the spec is a folder alone, whose files say it.
+        folder: `None` stands for the head that ships for the target.
+        chain: it guesses chains, no trees.
+    """
+
+    style: str | None
+    folder: Path | None
+    chain: bool
+
+    def place(self, facts: Callable[[], TargetFacts]) -> Path:
+        """Its folder.
+
+        Args:
+            facts: of the target, asked only for a head that ships.
+
+        Raises:
+            InvalidParameter: none ships.
+        """
+        return self.folder or shipped_head(self.style or "", facts())
+
+
+def folder_alone(spec: str) -> Path | None:
+    """The folder of a spec that names no style; `None` for any other."""
+    folder = Path(spec.partition(",")[0]).expanduser()
+    return folder if (folder / "config.json").is_file() else None
+
+
+def read_spec(spec: str) -> HeadSpec | None:
+    """What a drafter's spec says of a head; `None` if it is none's.
+
+    Raises:
+        InvalidParameter: as `read_argument`.
+    """
+    if folder_alone(spec) is not None:
+        return read_argument(None, spec)
+    style, _, argument = spec.partition(":")
+    return read_argument(style, argument) if style in STYLES else None
+
+
+def read_argument(style: str | None, argument: str) -> HeadSpec:
+    """What stands behind a style's colon, or the whole spec where there is no style.
+
+    Raises:
+        InvalidParameter: two folders, or chains of a head that has none.
+    """
+    words = [word for word in argument.split(",") if word]
+    chain = CHAIN in words
+    folders = [word for word in words if word != CHAIN]
+    if len(folders) > 1 or (chain and style == "medusa"):
+        named = "" if style is None else f"{style}:"
+        forms = f"{named}DIR" if style == "medusa" else f"{named}DIR or {named}DIR,chain"
+        raise InvalidParameter(f"drafter {named}{argument}; write {forms}")
+    return HeadSpec(style, Path(folders[0]).expanduser() if folders else None, chain)
 
 
 def style_of(config: HeadConfig) -> str:
@@ -162,20 +224,15 @@ def build_head(
     """The drafter of a spec; see the module's head.
 
     Raises:
-        InvalidParameter: an unknown option, or no shipped head.
+        InvalidParameter: an unknown option, or no head ships.
         ModelError: the files cannot be used.
         DrafterMismatch: a head for another target.
     """
-    words = [word for word in argument.split(",") if word]
-    chain = CHAIN in words
-    folders = [word for word in words if word != CHAIN]
-    if len(folders) > 1 or (chain and style == "medusa"):
-        forms = f"{style}:DIR" if style == "medusa" else f"{style}:DIR or {style}:DIR,chain"
-        raise InvalidParameter(f"drafter {style}:{argument}; write {forms}")
+    spec = read_argument(style, argument)
     if source is None:
         raise DrafterMismatch(f"drafter {style}: the target's folder is not known")
     facts = folder_facts(source, name=target.name)
-    folder = Path(folders[0]).expanduser() if folders else shipped_head(style, facts)
+    folder = spec.place(lambda: facts)
     head = read_head(folder, target=facts)
     if style_of(head.config) != style:
         raise DrafterMismatch(
@@ -188,7 +245,7 @@ def build_head(
         head,
         target,
         source=source,
-        shape=TreeShape(branching=1, beam=1) if chain else None,
+        shape=TreeShape(branching=1, beam=1) if spec.chain else None,
         sequences=sequences,
         length=context or target.context_length,
     )

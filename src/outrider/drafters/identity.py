@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 
 from outrider import __version__
-from outrider.drafters.heads import CHAIN, STYLES, shipped_head
+from outrider.drafters.heads import CHAIN, HeadSpec, read_spec
 from outrider.errors import OutriderError
 from outrider.models.heads.fit import folder_facts
 from outrider.models.load import find_source
@@ -34,18 +34,14 @@ def head_folder(spec: str, *, source: Path, name: str) -> Path | None:
         name: the target's name.
 
     Raises:
-        InvalidParameter: no such head ships.
+        InvalidParameter: it is malformed, or no such head ships.
     """
-    alone = Path(spec.partition(",")[0]).expanduser()
-    if (alone / "config.json").is_file():
-        return alone
-    style, _, argument = spec.partition(":")
-    if style not in STYLES:
-        return None
-    words = [word for word in argument.split(",") if word and word != CHAIN]
-    if words:
-        return Path(words[0]).expanduser()
-    return shipped_head(style, folder_facts(source, name=name))
+    head = read_spec(spec)
+    return None if head is None else _place(head, source=source, name=name)
+
+
+def _place(head: HeadSpec, *, source: Path, name: str) -> Path:
+    return head.place(lambda: folder_facts(source, name=name))
 
 
 def draft_model_folder(spec: str) -> Path | None:
@@ -77,13 +73,16 @@ def drafter_identity(spec: str, *, source: Path, name: str) -> str:
     if kind == "hybrid":
         members = [drafter_identity(m, source=source, name=name) for m in member_specs(argument)]
         return _hash("\n".join((__version__, *members)))
+    chain = False
     try:
-        folder = draft_model_folder(spec) or head_folder(spec, source=source, name=name)
+        folder = draft_model_folder(spec)
+        if folder is None and (head := read_spec(spec)) is not None:
+            folder, chain = _place(head, source=source, name=name), head.chain
     except OutriderError:
         folder = None
     if folder is not None and folder.is_dir():
         content = folder_hash(folder)
-        return _hash(f"{content} {CHAIN}") if CHAIN in spec.split(",") else content
+        return _hash(f"{content} {CHAIN}") if chain else content
     if kind == "replay" and Path(argument).is_file():
         return file_hash(Path(argument))
     return _hash(f"{spec} of outrider {__version__}")

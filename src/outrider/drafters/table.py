@@ -25,7 +25,14 @@ from outrider.drafters.draft_model import (
     vocabulary_differences,
 )
 from outrider.drafters.eagle import EagleDrafter
-from outrider.drafters.heads import STYLES, build_head, runnable, shipped_head, style_in
+from outrider.drafters.heads import (
+    STYLES,
+    build_head,
+    folder_alone,
+    runnable,
+    shipped_head,
+    style_in,
+)
 from outrider.drafters.hybrid import HybridDrafter, Member
 from outrider.drafters.identity import member_specs
 from outrider.drafters.ngram import NgramDrafter
@@ -160,9 +167,9 @@ def build_drafter(spec: str, setting: Setting) -> Drafter:
         ModelError: the draft model cannot be loaded.
     """
     name, _, argument = spec.partition(":")
-    folder = spec.partition(",")[0]
-    if (Path(folder).expanduser() / "config.json").is_file():
-        name, argument = style_in(Path(folder).expanduser()), spec
+    folder = folder_alone(spec)
+    if folder is not None:
+        name, argument = style_in(folder), spec
     builder = BUILDERS.get(name)
     if builder is None:
         builder = _plugin(name)
