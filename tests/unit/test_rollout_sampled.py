@@ -109,6 +109,8 @@ def test_a_probe_is_the_prompt_and_the_sampler_alone() -> None:
         "top_p", "ignore_eos", "logprobs", "top_logprobs", "return_tokens_as_token_ids",
     }  # fmt: skip
     assert probe.body["top_k"] == 4 and probe.body["max_tokens"] < 900 and probe.body["ignore_eos"]
+    ours = law_probe(request, lane("embedded"))
+    assert ours is not None and ours[0].body["return_tokens_as_token_ids"] is True
     for other in (lane("openai"), lane("llamacpp"), lane("vllm", lacking=frozenset({"logprobs"}))):
         assert law_probe(request, other) is None
     assert SGLANG.scaled_logprobs and law_probe(request, lane("sglang")) is None

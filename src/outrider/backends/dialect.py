@@ -67,8 +67,9 @@ class Dialect:
         metrics_path, counters: its Prometheus page.
         tokenize: see `TokenizeCall`.
         sampling_off: fields that switch off what its sampler does unasked (a model's own top-k, for
-            one), and make it name tokens by id where it can; `None` where it is not known what its
-            log-probabilities mean or where it tells none for tokens that were guessed.
+            one); `None` where it is not known what its log-probabilities mean or where it tells
+            none for tokens that were guessed.
+        by_id: fields by which its log-probabilities call tokens by id; empty where it cannot.
         scaled_logprobs: its log-probabilities are those after temperature; at 1 there is no
             difference.
         oldest: the oldest version that the facts hold for; `None` for no bound.
@@ -86,6 +87,7 @@ class Dialect:
     counters: CounterNames | None = None
     tokenize: TokenizeCall | None = None
     sampling_off: Json | None = None
+    by_id: Json = field(default_factory=dict)
     scaled_logprobs: bool = False
     oldest: tuple[int, ...] | None = None
     refused: tuple[str, ...] = ()

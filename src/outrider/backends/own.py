@@ -43,4 +43,5 @@ OWN = Dialect(
     ),
     tokenize=VLLM.tokenize,
     sampling_off={"top_k": 0, "min_p": 0.0},
+    by_id=VLLM.by_id,
 )

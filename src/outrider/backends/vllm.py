@@ -96,12 +96,8 @@ VLLM = Dialect(
         text=lambda model, text: {"model": model, "prompt": text},
         chat=_chat_tokens,
     ),
-    sampling_off={
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "return_tokens_as_token_ids": True,
-    },
+    sampling_off={"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+    by_id={"return_tokens_as_token_ids": True},
     oldest=(0, 10),
     notes=notes,
 )

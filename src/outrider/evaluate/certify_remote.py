@@ -9,11 +9,12 @@ decide are left out, which they are before anything is drawn there. No tensor li
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.backends.base import Answer, Ask, Backend, EngineUnfit, TokenLogprob
+from outrider.backends.connect import DIALECTS
 from outrider.core.law import EProcess, Law, Setting, law_of, readable, token_label
 from outrider.evaluate.certify_law import ContextTally, LawTest, Tally
 from outrider.evaluate.certify_plan import CertifyPlan
@@ -27,11 +28,6 @@ ALL = "all positions"
 LATER = "positions 2 and later"
 AFTER_REJECTION = "the token after a rejection"
 AFTER_FULL = "the token after a full acceptance"
-
-# Fields by which an engine names tokens by id; others give their text.
-ID_FIELDS: dict[str, dict[str, Any]] = {
-    "vllm": {"return_token_ids": True, "return_tokens_as_token_ids": True},
-}
 
 Labels = tuple[Hashable, ...]
 
@@ -55,8 +51,9 @@ class Side:
         """Can a context be continued by the very tokens that came?"""
         return self.by_id or "tokenize" in self.backend.info.abilities
 
-    def extra(self) -> dict[str, Any]:
-        return ID_FIELDS.get(self.backend.info.kind, {}) if self.by_id else {}
+    def extra(self) -> Mapping[str, Any]:
+        """Fields that make it call tokens by id."""
+        return _id_fields(self.backend) if self.by_id else {}
 
     async def prompt(self, text: str) -> str | tuple[int, ...]:
         """A prompt as it is sent."""
@@ -102,6 +99,11 @@ def labelled(entries: Sequence[TokenLogprob] | None) -> Labels:
     return tuple(token_label(entry.token) for entry in entries or ())
 
 
+def _id_fields(backend: Backend) -> Mapping[str, Any]:
+    dialect = DIALECTS.get(backend.info.kind)
+    return {} if dialect is None else dialect.by_id
+
+
 async def introduce(backend: Backend) -> Side:
     """Find out how a server names tokens and how many log-probabilities it gives.
 
@@ -110,7 +112,7 @@ async def introduce(backend: Backend) -> Side:
     """
     reasons = []
     for by_id in (True, False):
-        if by_id and backend.info.kind not in ID_FIELDS:
+        if by_id and not _id_fields(backend):
             continue
         for top in TOP:
             side = Side(backend, by_id, top)

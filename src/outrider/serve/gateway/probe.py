@@ -41,6 +41,7 @@ def law_probe(request: Request, lane: Lane) -> tuple[Request, Setting] | None:
         key: request.body[key],
         "max_tokens": LENGTH,
         **dialect.sampling_off,
+        **dialect.by_id,
         "temperature": setting.temperature,
         "top_p": setting.top_p,
         "ignore_eos": True,
