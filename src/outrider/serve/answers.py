@@ -278,8 +278,10 @@ class Trace:
         return {"tokens": texts, "accepted": update.accepted}
 
 
-def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+def _merged(pieces: list[Piece]) -> list[Piece]:
     """Neighbours of the same kind in one."""
+    if len(pieces) < 2:
+        return pieces
     merged: list[Piece] = []
     for piece in pieces:
         last = merged[-1] if merged else None

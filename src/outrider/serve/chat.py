@@ -194,7 +194,8 @@ async def _whole(service: Service, exchange: Exchange, chat: Chat) -> None:
 async def _stream(service: Service, exchange: Exchange, chat: Chat) -> None:
     options = chat.request.stream_options
     pad = chat.choice.profile.pad or bool(options and options.include_obfuscation)
-    stream = EventStream(exchange, service.metrics, chat.generation.labels, pad=pad)
+    frame = chat.frame("chat.completion.chunk")
+    stream = EventStream(exchange, service.metrics, chat.generation.labels, frame=frame, pad=pad)
     chunks = _Chunks(chat, service.text)
     try:
         async with chat.generation as generation:
@@ -211,19 +212,15 @@ async def _stream(service: Service, exchange: Exchange, chat: Chat) -> None:
     exchange.facts.update(numbers)
     if chunks.usage.wanted:
         metrics = speculation(completions, chat.choice, details=service.config.details)
-        last = {**chat.frame(chunks.KIND), "choices": [], "usage": numbers, "metrics": metrics}
-        await stream.send([last])
+        await stream.send([{"choices": [], "usage": numbers, "metrics": metrics}])
     await stream.done()
 
 
 class _Chunks:
-    """Makes the chunks of a streamed chat."""
-
-    KIND = "chat.completion.chunk"
+    """Makes the chunks of a streamed chat, all but their frame."""
 
     def __init__(self, chat: Chat, text: TextModel) -> None:
         self._chat = chat
-        self._frame = chat.frame(self.KIND)
         self.usage = RunningUsage(chat.generation.prompt_tokens, chat.request.stream_options)
         self._tail: dict[str, Any] = {}
         self._traces = [Trace(text) for _ in chat.answers] if chat.generation.stepwise else []
@@ -267,4 +264,4 @@ class _Chunks:
             "finish_reason": finish,
             **ids,
         }
-        return {**self._frame, "choices": [choice], **self._tail}
+        return {"choices": [choice], **self._tail}

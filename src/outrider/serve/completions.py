@@ -218,15 +218,13 @@ async def _stream(service: Service, exchange: Exchange, task: TextCompletion) ->
     options = task.request.stream_options
     pad = task.choice.profile.pad or bool(options and options.include_obfuscation)
     counter = RunningUsage(task.generation.prompt_tokens, options)
-    stream = EventStream(exchange, service.metrics, task.generation.labels, pad=pad)
-    frame = task.frame()
+    labels, frame = task.generation.labels, task.frame()
+    stream = EventStream(exchange, service.metrics, labels, frame=frame, pad=pad)
     try:
         async with task.generation as generation:
             while not generation.done:
                 news = await generation.news(stream)
-                await stream.send(
-                    [{**frame, **task.chunk(*item), **counter.take(item[1])} for item in news]
-                )
+                await stream.send([{**task.chunk(*item), **counter.take(item[1])} for item in news])
     except Exception as fault:
         if not stream.begun:
             raise
@@ -237,5 +235,5 @@ async def _stream(service: Service, exchange: Exchange, task: TextCompletion) ->
     exchange.facts.update(numbers)
     if counter.wanted:
         metrics = speculation(done, task.choice, details=service.config.details)
-        await stream.send([{**frame, "choices": [], "usage": numbers, "metrics": metrics}])
+        await stream.send([{"choices": [], "usage": numbers, "metrics": metrics}])
     await stream.done()

@@ -16,6 +16,7 @@ from outrider.serve.wire import (
     DONE,
     EVENTS,
     KEEP_ALIVE,
+    Events,
     Headers,
     Send,
     encode_json,
@@ -88,14 +89,22 @@ class EventStream:
         exchange: the request.
         metrics: told of the gaps between chunks.
         labels: its labels.
+        frame: the fields that all chunks begin with.
         pad: events carry filling, so that their size tells little of their text.
     """
 
     def __init__(
-        self, exchange: Exchange, metrics: Metrics, labels: tuple[str, str], *, pad: bool
+        self,
+        exchange: Exchange,
+        metrics: Metrics,
+        labels: tuple[str, str],
+        *,
+        frame: Mapping[str, Any],
+        pad: bool,
     ) -> None:
         self._exchange = exchange
-        self._gaps = metrics.chunk_gap.labels(*labels)
+        self._gaps = metrics.chunk_gaps(*labels)
+        self._events = Events(frame)
         self._pad = pad
         self._last: float | None = None
 
@@ -104,20 +113,22 @@ class EventStream:
         return self._exchange.status is not None
 
     async def send(self, chunks: list[dict[str, Any]]) -> None:
-        """Send chunks together."""
+        """Send chunks together; they are given without the frame."""
         if not chunks:
             return
-        await self._begin()
+        if not self.begun:
+            await self._begin()
         now = time.perf_counter()
         if self._last is not None:
             self._gaps.observe(now - self._last)
         self._last = now
-        body = b"".join(event(_padded(chunk)) if self._pad else event(chunk) for chunk in chunks)
-        await send_part(self._exchange.send, body, more=True)
+        parts = [self._padded(chunk) if self._pad else self._events.of(chunk) for chunk in chunks]
+        await send_part(self._exchange.send, b"".join(parts), more=True)
 
     async def keep_alive(self) -> None:
         """Show that the server is still there."""
-        await self._begin()
+        if not self.begun:
+            await self._begin()
         await send_part(self._exchange.send, KEEP_ALIVE, more=True)
 
     async def done(self) -> None:
@@ -129,16 +140,14 @@ class EventStream:
         await send_part(self._exchange.send, event(error.body()), more=False)
 
     async def _begin(self) -> None:
-        if not self.begun:
-            self._exchange.status = 200
-            headers = {**EVENTS, **self._exchange.response_headers()}
-            await send_head(self._exchange.send, 200, headers)
+        self._exchange.status = 200
+        headers = {**EVENTS, **self._exchange.response_headers()}
+        await send_head(self._exchange.send, 200, headers)
 
-
-def _padded(chunk: dict[str, Any]) -> dict[str, Any]:
-    """The chunk with an `obfuscation` field that brings it to a multiple of `PAD` bytes."""
-    bare = len(event({**chunk, "obfuscation": ""}))
-    return {**chunk, "obfuscation": new_id("", -bare % PAD)}
+    def _padded(self, chunk: dict[str, Any]) -> bytes:
+        """The event with an `obfuscation` field that brings it to a multiple of `PAD` bytes."""
+        bare = len(self._events.of({**chunk, "obfuscation": ""}))
+        return self._events.of({**chunk, "obfuscation": new_id("", -bare % PAD)})
 
 
 def as_api_error(fault: BaseException) -> ApiError:

@@ -46,6 +46,9 @@ class Generation:
     _begin_ns: int = 0
     _last: dict[int, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._gaps = self.service.metrics.token_gaps(*self.labels)
+
     @property
     def labels(self) -> tuple[str, str]:
         return self.choice.name, self.prompt_type
@@ -104,15 +107,12 @@ class Generation:
         limits = self.service.config.limits
         while True:
             left = self._deadline - time.monotonic()
-            pause = left if stream is None else min(left, limits.keep_alive_s)
-            try:
-                async with asyncio.timeout(max(pause, 0)):
-                    await group.wait()
+            await group.wait(left if stream is None else min(left, limits.keep_alive_s))
+            if group.ready:
                 return
-            except TimeoutError:
-                if self._deadline <= time.monotonic():
-                    late = f"not finished within {limits.request_s:g} s"
-                    raise ApiError(504, late, code="timeout") from None
+            if self._deadline <= time.monotonic():
+                late = f"not finished within {limits.request_s:g} s"
+                raise ApiError(504, late, code="timeout")
             if stream is not None:
                 await stream.keep_alive()
 
@@ -121,10 +121,9 @@ class Generation:
         now = time.perf_counter()
         if update.tokens:
             if index in self._last:
-                gaps = self.service.metrics.token_gap.labels(*self.labels)
                 each = (now - self._last[index]) / len(update.tokens)
                 for _ in update.tokens:
-                    gaps.observe(each)
+                    self._gaps.observe(each)
             self._last[index] = now
         if update.finish_reason == "expired":
             raise overloaded(update.error or "the server is busy", retry_after=2)
@@ -174,6 +173,8 @@ def _outcome(completions: Sequence[Completion]) -> str:
 
 def merged(news: News) -> News:
     """One update per sequence: what came together is told together."""
+    if len(news) < 2:
+        return news
     found: dict[int, Update] = {}
     for index, update in news:
         before = found.get(index)

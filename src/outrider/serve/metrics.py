@@ -7,9 +7,13 @@ between chunks says nothing of speed when a step brings several tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from outrider import __version__
 from outrider.engine import Completion
@@ -27,6 +31,7 @@ from outrider.records.step import StepRecord
 PROMPT_TYPES = ("agent", "chat", "code", "creative", "edit", "extract", "math", "summarize")
 OUTCOMES = ("stop", "length", "tool_calls", "cancelled", "rejected", "expired", "error")
 MAX_POSITION = 32
+LUMP = 64  # values
 
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30)
@@ -57,6 +62,49 @@ def prompt_type(header: str | None) -> str:
     return header if header in PROMPT_TYPES else "other"
 
 
+class Tally:
+    """Values on their way to a histogram, which is told in lumps.
+
+    Between two passes the caches hold the model's weights and nothing of ours: a value told alone
+    costs ten times its part of a lump, and it comes for every token.
+    """
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._held: deque[float] = deque()
+
+    def observe(self, value: float) -> None:
+        self._held.append(value)
+        if len(self._held) >= LUMP:
+            self.tell()
+
+    def tell(self) -> None:
+        """Hand on what is held."""
+        with suppress(IndexError):
+            while True:
+                self._histogram.observe(self._held.popleft())
+
+
+class Tallies(Collector):
+    """All tallies of a registry. Whoever reads the registry finds their values: this is a collector
+    of it that has no figures of its own, and must be registered before those that have."""
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[Histogram, tuple[str, ...]], Tally] = {}
+
+    def of(self, histogram: Histogram, *labels: str) -> Tally:
+        """The one tally of a histogram and its labels' values."""
+        key = histogram, labels
+        if key not in self._all:
+            self._all[key] = Tally(histogram.labels(*labels) if labels else histogram)
+        return self._all[key]
+
+    def collect(self) -> Iterable[Metric]:
+        for tally in list(self._all.values()):
+            tally.tell()
+        return ()
+
+
 class Metrics:
     """The figures of one server. Safe from any thread."""
 
@@ -64,6 +112,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._tallies = Tallies()
+        self.registry.register(self._tallies)
         self._requests()
         self._times()
         self._speculation()
@@ -111,12 +161,12 @@ class Metrics:
             "gen_ai_server_request_duration_seconds", "From arrival to the last token.", WHOLE
         )
         self.queue = histogram("outrider_queue_seconds", "Waiting for a slot.", FIRST)
-        self.token_gap = histogram(
+        self._token_gap = histogram(
             "outrider_inter_token_seconds",
             "Time between tokens; a step that brings k tokens counts k times its k-th part.",
             SHORT,
         )
-        self.chunk_gap = histogram(
+        self._chunk_gap = histogram(
             "outrider_chunk_gap_seconds",
             "Time between streamed chunks, whatever is in them.",
             SHORT,
@@ -144,20 +194,29 @@ class Metrics:
         )
 
     def _load(self) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=self.registry)
+        def gauge(name: str, text: str, read: Callable[[Load], float]) -> None:
+            found = Gauge(name, text, registry=self.registry)
+            found.set_function(lambda: read(self._last_load))
 
-        self.running = gauge("outrider_requests_running", "Sequences in the batch.")
-        self.waiting = gauge("outrider_requests_waiting", "Sequences in the queue.")
-        self.cache_use = gauge("outrider_kv_cache_usage_ratio", "Cache rows held, of all.")
-        self.http_in_flight = gauge("outrider_http_in_flight", "HTTP requests under way.")
-        self.step_time = Histogram(
+        self._last_load = Load(running=0, waiting=0, slots=1, rows=0, capacity=1)
+        gauge("outrider_requests_running", "Sequences in the batch.", lambda load: load.running)
+        gauge("outrider_requests_waiting", "Sequences in the queue.", lambda load: load.waiting)
+        gauge(
+            "outrider_kv_cache_usage_ratio",
+            "Cache rows held, of all.",
+            lambda load: load.rows / load.capacity,
+        )
+        self.http_in_flight = Gauge(
+            "outrider_http_in_flight", "HTTP requests under way.", registry=self.registry
+        )
+        steps = Histogram(
             "outrider_step_seconds", "A step of the engine.", buckets=SHORT, registry=self.registry
         )
-        self.batch = Histogram(
+        batch = Histogram(
             "outrider_batch_size", "Sequences running, per step.", buckets=BATCH,
             registry=self.registry,
         )  # fmt: skip
+        self._step_times, self._batches = self._tallies.of(steps), self._tallies.of(batch)
 
     def text(self) -> bytes:
         """The exposition."""
@@ -166,11 +225,17 @@ class Metrics:
     # -- what happens --------------------------------------------------------------------------
 
     def stepped(self, load: Load, seconds: float) -> None:
-        self.running.set(load.running)
-        self.waiting.set(load.waiting)
-        self.cache_use.set(load.rows / load.capacity)
-        self.step_time.observe(seconds)
-        self.batch.observe(load.running)
+        self._last_load = load
+        self._step_times.observe(seconds)
+        self._batches.observe(load.running)
+
+    def token_gaps(self, profile: str, kind: str) -> Tally:
+        """Takes the time between tokens, in seconds, once for each."""
+        return self._tallies.of(self._token_gap, profile, kind)
+
+    def chunk_gaps(self, profile: str, kind: str) -> Tally:
+        """Takes the time between chunks, in seconds."""
+        return self._tallies.of(self._chunk_gap, profile, kind)
 
     def engine_failed(self) -> None:
         self.engine_failures.inc()

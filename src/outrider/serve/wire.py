@@ -93,15 +93,31 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes; send less", code="body_too_large")
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def encode_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
-        "utf-8", errors="replace"
-    )
+    return _JSON.encode(value).encode("utf-8", errors="replace")
 
 
 def event(value: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + encode_json(value) + b"\n\n"
+    return b"data: %b\n\n" % encode_json(value)
+
+
+class Events:
+    """Server-sent events of objects that begin with the same fields, which are encoded once.
+
+    Args:
+        frame: these fields; at least one.
+    """
+
+    def __init__(self, frame: Mapping[str, Any]) -> None:
+        self._head = b"data: " + encode_json(frame)[:-1]
+
+    def of(self, rest: Mapping[str, Any]) -> bytes:
+        """The event of an object with these other fields; at least one."""
+        return b"%b,%b\n\n" % (self._head, encode_json(rest)[1:])
 
 
 async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None:

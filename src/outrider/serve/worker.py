@@ -67,24 +67,47 @@ class Group:
         self.completions: dict[int, Completion] = {}
         self._inbox: deque[tuple[int, Update, Completion | None]] = deque()
         self._fault: Exception | None = None
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        self._until = 0.0  # the loop's time at which the waiter is woken for nothing
+        self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def done(self) -> bool:
         """Nothing more will come."""
         return self._fault is not None or len(self.completions) == len(self.members)
 
+    @property
+    def ready(self) -> bool:
+        """`take` has something."""
+        return bool(self._inbox) or self._fault is not None
+
     def deliver(self, index: int, update: Update, completion: Completion | None) -> None:
         self._inbox.append((index, update, completion))
-        self._ready.set()
+        self._wake()
 
     def fail(self, fault: Exception) -> None:
         self._fault = self._fault or fault
-        self._ready.set()
+        self._wake()
 
-    async def wait(self) -> None:
-        """Return once `take` has something."""
-        await self._ready.wait()
+    async def wait(self, seconds: float) -> None:
+        """Return once `take` has something, or after so long.
+
+        The time given must not end before that of an earlier wait: the alarm stays set in between,
+        so that it costs something now and then and not with every token.
+        """
+        if self.ready:
+            return
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        self._until = loop.time() + seconds
+        if self._alarm is None:
+            self._alarm = loop.call_at(self._until, self._ring, loop)
+        await self._waiter
+
+    def close(self) -> None:
+        """Nobody will wait any more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     def take(self) -> list[tuple[int, Update]]:
         """Index and update of all that came since the last call; the last of an index has a finish
@@ -94,7 +117,6 @@ class Group:
             OutriderError: the engine refused a job.
             EngineGone: the engine's thread has ended.
         """
-        self._ready.clear()
         if self._fault is not None:
             raise self._fault
         news = []
@@ -104,6 +126,19 @@ class Group:
                 self.completions[index] = completion
             news.append((index, update))
         return news
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._alarm = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._until > loop.time():  # set for a wait that is over
+            self._alarm = loop.call_at(self._until, self._ring, loop)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +217,7 @@ class Worker:
 
     def cancel(self, group: Group) -> None:
         """End what nobody reads any more; what is done is left alone."""
+        group.close()
         for member in group.members:
             if member.index not in group.completions:
                 self._commands.put(_Cancel(member))
