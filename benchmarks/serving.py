@@ -4,8 +4,13 @@ the server adds to the engine's own step.
 The server is its own process; this one is the client. Both profiles answer the same prompts in
 turns, so that a slow minute meets both. No prompt is asked twice of a profile: the server remembers
 what it said, and a second answer would be a copy of the first. The server's overhead is the time
-between a plain stream's tokens as the client sees it, less the engine's own time per token for the
-same prompt in this process, taken in turns as well while the server idles.
+between a plain stream's tokens as the client sees it, from the first to the end of the answer, less
+the engine's own time per token for the same prompt in this process, taken in turns as well while
+the server idles.
+
+The client shares the cores with the server, so it does nothing while an answer comes but note when
+bytes came: HTTP and JSON are read at the end. Its own time per token is told beside the overhead,
+which includes what of it the server had to wait for.
 
     python benchmarks/serving.py --json FILE
 """
@@ -13,8 +18,8 @@ same prompt in this process, taken in turns as well while the server idles.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -23,12 +28,13 @@ import statistics
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import torch
 
 from outrider.core.sampling import SamplingParams
@@ -46,7 +52,8 @@ class Answer:
     """Attributes:
     tokens: that were generated.
     seconds: from sending the request to the end of the answer.
-    first, last: times of the first and the last chunk, from `time.perf_counter`.
+    first, last: times of the first text and of the answer's end, from `time.perf_counter`.
+    cpu: seconds that this process worked while the answer came.
     text: the answer.
     """
 
@@ -54,6 +61,7 @@ class Answer:
     seconds: float
     first: float
     last: float
+    cpu: float
     text: str
 
     @property
@@ -84,9 +92,49 @@ def server(target: str, drafter: str, slots: int) -> Iterator[str]:
         process.wait(30)
 
 
-async def ask(
-    session: aiohttp.ClientSession, root: str, model: str, prompt: Prompt, tokens: int
-) -> Answer:
+@dataclass(frozen=True)
+class Received:
+    """A response as it came off the socket.
+
+    Attributes:
+        raw: all of it.
+        ends: of the pieces in which it came, in bytes from its start.
+        stamps: when they came.
+    """
+
+    raw: bytes
+    ends: list[int]
+    stamps: list[float]
+
+    def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The JSON of each event, and when its last byte came.
+
+        The server puts no event into two parts of a chunked body, so an event is a line.
+        """
+        place = 0
+        for line in self.raw.splitlines(keepends=True):
+            place += len(line)
+            if line.startswith(b"data: {"):
+                yield self.stamps[bisect_left(self.ends, place)], json.loads(line[6:])
+
+
+def exchange(root: str, body: bytes) -> Received:
+    """Post a chat and take in the response; nothing of it is looked at while it comes."""
+    host, port = root.removeprefix("http://").split(":")
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    pieces, stamps = [], []
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        while piece := connection.recv(1 << 16):
+            stamps.append(time.perf_counter())
+            pieces.append(piece)
+    return Received(b"".join(pieces), list(itertools.accumulate(map(len, pieces))), stamps)
+
+
+def ask(root: str, model: str, prompt: Prompt, tokens: int) -> Answer:
     """One streamed greedy answer."""
     body = {
         "model": model,
@@ -96,40 +144,33 @@ async def ask(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    begin, stamps, text, count = time.perf_counter(), [], [], 0
-    async with session.post(f"{root}/v1/chat/completions", json=body) as reply:
-        if reply.status != 200:
-            raise SystemExit(f"{reply.status}: {await reply.text()}")
-        async for line in reply.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            for choice in event["choices"]:
-                if choice["delta"].get("content"):
-                    stamps.append(time.perf_counter())
-                    text.append(choice["delta"]["content"])
-            if event.get("usage"):
-                count = event["usage"]["completion_tokens"]
-    end = time.perf_counter()
-    return Answer(count, end - begin, stamps[0], stamps[-1], "".join(text))
+    data = json.dumps(body).encode()
+    begin, cpu = time.perf_counter(), time.thread_time()
+    received = exchange(root, data)
+    end, cpu = time.perf_counter(), time.thread_time() - cpu
+    if not received.raw.startswith(b"HTTP/1.1 200 "):
+        raise SystemExit(received.raw.decode(errors="replace"))
+    text, stamps, last, count = [], [], end, 0
+    for stamp, event in received.events():
+        for choice in event["choices"]:
+            if choice["delta"].get("content"):
+                stamps.append(stamp)
+                text.append(choice["delta"]["content"])
+            if choice["finish_reason"]:
+                last = stamp
+        if event.get("usage"):
+            count = event["usage"]["completion_tokens"]
+    return Answer(count, end - begin, stamps[0], last, cpu, "".join(text))
 
 
-async def load(
+def load(
     root: str, model: str, prompts: Sequence[Prompt], *, clients: int, tokens: int
 ) -> tuple[list[Answer], float]:
     """All prompts' answers, so many at a time, and the seconds that they took together."""
-    waiting = list(enumerate(prompts))
-    found: dict[int, Answer] = {}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def client() -> None:
-            while waiting:
-                number, prompt = waiting.pop(0)
-                found[number] = await ask(session, root, model, prompt, tokens)
-
-        begin = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(clients)))
-        return [found[i] for i in range(len(prompts))], time.perf_counter() - begin
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = list(pool.map(lambda prompt: ask(root, model, prompt, tokens), prompts))
+    return answers, time.perf_counter() - begin
 
 
 def shares(prompts: Sequence[Prompt], clients: Sequence[int]) -> list[Sequence[Prompt]]:
@@ -159,8 +200,7 @@ def concurrency(
     for number in range(rounds):
         work = prompts[number * size : (number + 1) * size]
         for side in sorted(both, reverse=bool(number % 2)):
-            done = asyncio.run(load(root, models[side], work, clients=clients, tokens=tokens))
-            both[side].append(done)
+            both[side].append(load(root, models[side], work, clients=clients, tokens=tokens))
     plain, fast = figures(both[BASELINE]), figures(both["speculative"])
     texts = {side: [a.text for done, _ in found for a in done] for side, found in both.items()}
     return {
@@ -177,26 +217,27 @@ def concurrency(
 def overhead(
     root: str, name: str, model: LoadedModel, prompts: Sequence[Prompt], *, tokens: int
 ) -> dict[str, float]:
-    """Milliseconds per token of a plain stream and of the engine alone."""
+    """Milliseconds per token of a plain stream, of the engine alone, and of the client itself."""
     engine = Engine(
         model.target,
         config=EngineConfig(slots=1, context=2048, max_nodes=0, max_depth=0, reuse_prefix=False),
         tokenizer=model.tokenizer,
     )
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
-    alone, served = [], []
+    alone, served, client = [], [], []
     for prompt in [prompts[0], *prompts]:  # the first one warms up
         [result] = engine.generate([model.tokenizer.chat(prompt.chat())], params)
         assert result.ttft_s is not None
         alone.append(1000 * (result.e2e_s - result.ttft_s) / max(len(result.tokens) - 1, 1))
-        work = load(root, f"{name}@{BASELINE}", [prompt], clients=1, tokens=tokens)
-        [answer], _ = asyncio.run(work)
+        answer = ask(root, f"{name}@{BASELINE}", prompt, tokens)
         served.append(answer.token_ms)
+        client.append(1000 * answer.cpu / answer.tokens)
     added = [b - a for a, b in zip(alone[1:], served[1:], strict=True)]
     return {
         "engine_ms_per_token": round(statistics.median(alone[1:]), 3),
         "served_ms_per_token": round(statistics.median(served[1:]), 3),
         "added_ms_per_token": round(statistics.median(added), 3),
+        "client_cpu_ms_per_token": round(statistics.median(client[1:]), 3),
     }
 
 
@@ -224,7 +265,7 @@ def main() -> None:
     before = os.getloadavg()
     with server(options.target, options.drafter, max(clients)) as root:
         for model_name in (options.target, f"{options.target}@{BASELINE}"):
-            asyncio.run(load(root, model_name, warm, clients=1, tokens=options.max_tokens))
+            load(root, model_name, warm, clients=1, tokens=options.max_tokens)
         cells = []
         for count, part in zip(clients, parts, strict=True):
             tokens, rounds = options.max_tokens, options.rounds
