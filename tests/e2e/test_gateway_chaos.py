@@ -606,3 +606,53 @@ def test_nan_in_the_log_probabilities(tmp_path: Path) -> None:
 
     shadow = {"start": "shadow", "automatic": False, "least_s": 0}
     with_gateway(rollout(tmp_path, spec={"shadow": "100%"}, ramp=shadow), test, exact=False)
+
+
+# ------------------------------------------------------- 13: another tokenizer behind the profile
+
+
+@pytest.mark.parametrize("temperature", [0, 1], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_another_tokenizer_in_shadow(tmp_path: Path, temperature: int, stream: bool) -> None:
+    """Texts may agree all the same; how many tokens a prompt has does not."""
+
+    async def test(world: World) -> None:
+        ask = {"temperature": temperature, "stream": stream}
+        answers = [await world.ask(f"{i}", **ask) for i in range(3)]
+        await world.gateway.flow.mirrors.quiet()
+        assert phase(world) == "shadow"  # one tokenizer: nothing is wrong
+        world.engines["spec"].prompt_tokens = 7  # its engine comes back with another
+        answers += [await world.ask(f"after {i}", **ask) for i in range(3)]
+        await world.gateway.flow.mirrors.quiet()
+        assert {answer.status for answer in answers} == {200}
+        assert {answer.headers["x-outrider-profile"] for answer in answers} == {"baseline"}
+        assert phase(world) == "rolled_back" and "parity" in why(world)
+        assert "5 and 7 tokens" in why(world) and "tokenizer" in why(world)
+        history = Ledger(world.gateway.stage.config.state).history()
+        assert "tokenizer" in history.entries[-1]["why"]
+
+    shadow = {"start": "shadow", "automatic": False, "least_s": 0}
+    values = rollout(tmp_path, spec={"shadow": "100%"}, ramp=shadow)
+    with_gateway(values, test, exact=False)
+
+
+def test_another_tokenizer_while_it_serves(tmp_path: Path) -> None:
+    async def test(world: World) -> None:
+        first = await world.ask("first")
+        assert first.headers["x-outrider-profile"] == "spec"
+        await world.gateway.flow.mirrors.quiet()
+        assert phase(world) != "rolled_back"
+        engine, lane = world.engines["spec"], world.gateway.stage.lanes["spec"]
+        engine.hang_before = True
+        waiting = asyncio.create_task(world.ask("waiting", stream=True))
+        await until(lambda: engine.running == 1)
+        engine.hang_before, engine.prompt_tokens = False, 7
+        assert whole(await world.ask("changed", stream=True))
+        await world.gateway.flow.mirrors.quiet()
+        assert phase(world) == "rolled_back" and "tokenizer" in why(world)
+        assert whole(await waiting)  # cut, since its prompt was misread as well, and saved
+        assert lane.gate.running == 0
+        after = await world.ask("after")
+        assert after.status == 200 and after.headers["x-outrider-profile"] == "baseline"
+
+    with_gateway(rollout(tmp_path, spec={"shadow": "100%"}), test, exact=False)

@@ -38,6 +38,7 @@ class FakeEngine:
         crash_after: break off after so many tokens.
         garble_after: send what is no JSON after so many tokens.
         usage: send usage, as asked for.
+        prompt_tokens: into which its tokenizer cuts any prompt.
         drafted: guesses per step that it claims; 0 tells nothing.
         accepted: of these, accepted.
         wrong: change this word of every answer; `None` for none.
@@ -58,6 +59,7 @@ class FakeEngine:
     crash_after: int | None = None
     garble_after: int | None = None
     usage: bool = True
+    prompt_tokens: int = 5
     drafted: int = 0
     accepted: int = 0
     wrong: int | None = None
@@ -196,7 +198,12 @@ class FakeEngine:
     def _facts(self, tokens: int) -> dict[str, Any]:
         if not self.usage:
             return {}
-        usage = {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens}
+        prompt = self.prompt_tokens
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
         if not self.drafted:
             return {"usage": usage}
         steps = max(1, tokens // (self.accepted + 1))

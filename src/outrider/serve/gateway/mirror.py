@@ -25,7 +25,7 @@ from outrider.serve.gateway.guards import Full
 from outrider.serve.gateway.lanes import Lane, Request, monotonic
 from outrider.serve.gateway.metrics import GatewayMetrics
 from outrider.serve.gateway.observe import WIRES, observation
-from outrider.serve.gateway.parity import comparable, compare
+from outrider.serve.gateway.parity import Agreement, comparable, compare, other_prompt
 from outrider.serve.gateway.probe import law_probe
 from outrider.serve.gateway.relay import Nowhere
 from outrider.serve.wire import encode_json
@@ -215,9 +215,14 @@ class Mirrors:
         *,
         exact: bool,
     ) -> None:
-        if original.fault or copy.fault or not comparable(request.body, exact=exact):
+        if original.fault or copy.fault:
             return
-        agreement, where = compare(original.seen, copy.seen, exact=exact)
+        agreement: Agreement = "different"
+        where = other_prompt(original.seen, copy.seen)
+        if not where:
+            if not comparable(request.body, exact=exact):
+                return
+            agreement, where = compare(original.seen, copy.seen, exact=exact)
         self._metrics.compared.labels(name, agreement).inc()
         if agreement == "different":
             self._controller.wire(name, "parity", detail=f"{request.request_id}: {where}")

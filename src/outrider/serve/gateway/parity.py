@@ -58,6 +58,15 @@ def compare(base: Reading, other: Reading, *, exact: bool) -> tuple[Agreement, s
     return "same", ""
 
 
+def other_prompt(base: Reading, other: Reading) -> str:
+    """How the engines read one prompt, where they read it otherwise, in a line; empty where they
+    agree or do not tell. Holds at every temperature: what is sampled does not enter."""
+    one, two = base.prompt_tokens, other.prompt_tokens
+    if one is None or two is None or one == two:
+        return ""
+    return f"one prompt is {one} and {two} tokens: another tokenizer or chat template"
+
+
 def first_difference(one: str, two: str) -> int:
     """The first character at which two texts differ."""
     place = 0
