@@ -55,8 +55,9 @@ def trained_logits(
     if config.kind == "eagle":
         states = rms(features[:, 0], frozen.norm, frozen.norm_eps)[None, :, None]
     module = HeadModule(config, tensors)
-    steps = unroll(module, frozen, tokens[None], states, STEPS)
-    return [module.logits(normed, frozen)[0].detach() for normed in steps]
+    every = torch.ones(1, len(features), dtype=torch.bool)
+    steps = unroll(module, frozen, tokens[None], states, STEPS, every)
+    return [module.logits(normed, frozen).detach() for normed in steps]
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -83,6 +84,25 @@ def test_served_chain_equals_training_time_test(name: str, kernels: str) -> None
             passed.logits[0][-1].float(), wanted[step][row], rtol=2e-2, atol=2e-2
         )
         states = torch.cat((states, passed.states[0][-1:]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_that_do_not_count_change_nothing(name: str) -> None:
+    """Training computes the rows of an answer alone, to the values that they have among all."""
+    config, target = variant(name), tiny_target("torch")
+    tokens = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(2))
+    states = torch.randn(2, 11, len(config.features), 64)
+    frozen = Frozen(
+        target.weights.embedding, target.weights.norm, target.config.norm_eps, head_rows(target)
+    )
+    module = HeadModule(config, random_head(config))
+    wanted = torch.zeros(2, 11, dtype=torch.bool)
+    wanted[0, 4:9] = wanted[1, 7:] = True
+    every = torch.ones_like(wanted)
+    whole = unroll(module, frozen, tokens, states, STEPS, every)
+    some = unroll(module, frozen, tokens, states, STEPS, wanted)
+    for expected, found in zip(whole, some, strict=True):
+        torch.testing.assert_close(found, expected[wanted.flatten()], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

@@ -15,7 +15,7 @@ from train_fakes import FAST, FEATURES, VOCAB, ShiftedStore, learner, tiny_data,
 from outrider.drafters.heads import runnable, target_head_rows
 from outrider.drafters.medusa import RANKS
 from outrider.errors import DrafterMismatch, InvalidParameter, NoSpace, TrainingFailed
-from outrider.models.heads.files import Head
+from outrider.models.heads.files import Head, read_head
 from outrider.models.tiny import tiny_config
 from outrider.train import checkpoint
 from outrider.train.acceptance import head_builder
@@ -34,11 +34,13 @@ from outrider.train.loop import BEST, CHECKPOINT, LOG, Loop, Progress
 from outrider.train.losses import feature_loss, hard_loss, soft_loss
 from outrider.train.prepare import TrainingData
 from outrider.train.run import (
+    RunConfig,
     gate_sample,
     held_out_prompts,
     overfit_gate,
     read_log,
     run_time_agreement,
+    train_head,
 )
 from outrider.train.samples import Sample
 from outrider.train.setup import frozen_parts, with_vocabulary
@@ -82,6 +84,23 @@ def loop(style: str, home: Path, folder: Path, config: TrainConfig = FAST, **how
         report_every=1,
         **how,
     )
+
+
+def test_a_run_goes_on_from_a_head(home: Path, tmp_path: Path) -> None:
+    """It starts from the head's values and vocabulary; another shape from what they share."""
+    model, data = tiny_model(home), tiny_data(home)
+    still = replace(FAST, epochs=0.01, muon_rate=1e-9, rate=1e-9, evaluate_every=1)
+    first = RunConfig("eagle3", 50, replace(FAST, evaluate_every=1), gate_steps=0, held_out=2)
+    train_head(model, data, first, work=tmp_path / "w1", out=tmp_path / "one")
+    one = read_head(tmp_path / "one")
+    for style in ("eagle3", "eagle3-token"):
+        again = RunConfig(style, 90, still, gate_steps=0, held_out=2, start=tmp_path / "one")
+        train_head(model, data, again, work=tmp_path / f"w-{style}", out=tmp_path / style)
+        head = read_head(tmp_path / style)
+        assert torch.equal(head.tensors["d2t"], one.tensors["d2t"])
+        assert head.provenance["started_from"]["style"] == "eagle3"
+        for name, value in one.tensors.items():
+            torch.testing.assert_close(head.tensors[name], value, rtol=1e-2, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------- losses

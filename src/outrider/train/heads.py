@@ -9,8 +9,8 @@ Row i of a sequence takes token i + 1 and the target's state at i; at step s the
 position i + s: it takes token i + 1 + s and its own last state, sees the first step's keys up to
 row i and of later steps its own row only (arXiv 2503.01840, section 3.2).
 
-Shapes: B sequences, L rows, F features, D target width, H head width, N query heads, K key heads,
-E head size, W draft vocabulary.
+Shapes: B sequences, L rows, N wanted rows of all sequences, F features, D target width, H head
+width, A query heads, K key heads, G query heads of a key head, E head size, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -150,11 +150,9 @@ class HeadModule(nn.Module):
             return F.linear(normed, frozen.head)
         return self.linear(normed, "lm_head")
 
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, L, N, E], keys and values [B, L, K, E]."""
-        q, k, v = (self.linear(x, f"{ATTENTION}{name}_proj") for name in "qkv")
-        size = self.config.head_dim
-        return split(q, size), split(k, size), split(v, size)
+    def heads(self, x: Tensor, name: str) -> Tensor:
+        """Queries, keys or values [.., heads, E]; ``name`` is q, k or v."""
+        return split(self.linear(x, f"{ATTENTION}{name}_proj"), self.config.head_dim)
 
     def rotation(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [C, 1, E] for positions 0 .. length."""
@@ -180,78 +178,111 @@ def split(x: Tensor, size: int) -> Tensor:
     return x.view(*x.shape[:-1], -1, size)
 
 
-def rotate(x_BLNE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions; `sin` is signed, as `Rope.tables` gives it."""
-    return x_BLNE * cos + x_BLNE.roll(x_BLNE.shape[-1] // 2, -1) * sin
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[.., heads, E] turned to its positions; `sin` is signed, as `Rope.tables` gives it."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+class Packed:
+    """Some rows [N, ..] of sequences [B, L, ..], and the way there and back.
+
+    A head's matrices see only the rows whose guesses count; prompts and padding need no more than
+    keys and values of the first step.
+    """
+
+    def __init__(self, wanted_BL: Tensor) -> None:
+        self._shape = wanted_BL.shape
+        self._flat = wanted_BL.flatten().nonzero()[:, 0]
+        self.places = self._flat % wanted_BL.shape[1]  # [N] rows within their sequences
+
+    def take(self, x_BL: Tensor) -> Tensor:
+        """[N, ..] of [B, L, ..]."""
+        return x_BL.flatten(0, 1)[self._flat]
+
+    def put(self, x_N: Tensor) -> Tensor:
+        """[B, L, ..] of [N, ..], zeros elsewhere."""
+        empty = x_N.new_zeros(self._shape.numel(), *x_N.shape[1:])
+        return empty.index_copy(0, self._flat, x_N).view(*self._shape, *x_N.shape[1:])
 
 
 def unroll(
-    module: HeadModule, frozen: Frozen, tokens_BL1: Tensor, features_BLFD: Tensor, steps: int
+    module: HeadModule,
+    frozen: Frozen,
+    tokens_BL1: Tensor,
+    features_BLFD: Tensor,
+    steps: int,
+    wanted_BL: Tensor,
 ) -> Iterator[Tensor]:
-    """What goes into the head, [B, L, H], at each step of the training-time test.
+    """What goes into the head at each step of the training-time test, [N, H]: the wanted rows.
 
     Args:
         tokens_BL1: [B, L + 1]; row i takes token i + 1. Beyond the end tokens are 0.
         steps: 1 is training without it.
+        wanted_BL: the rows whose guesses count at any step.
     """
     config = module.config
     length = features_BLFD.shape[1]
-    group = config.heads // config.kv_heads
-    scale = 1.0 / math.sqrt(config.head_dim)
     padded = F.pad(tokens_BL1[:, 1:], (0, steps))
     cos, sin = module.rotation(config.context_length + steps)
-    device = features_BLFD.device
+    mask = _visible(config, length, features_BLFD.device)
+    rows = Packed(wanted_BL)
+    embedded = F.embedding(padded[:, :length], frozen.embedding)
+    state = module.fuse(features_BLFD, embedded)
+    x, residual = module.attention_input(embedded, state)
+    keys = rotate(module.heads(x, "k"), cos[:length], sin[:length])
+    values = module.heads(x, "v")
+    x, residual = rows.take(x), rows.take(residual)
+    own: list[tuple[Tensor, Tensor]] = []
+    for step in range(steps):
+        turn = cos[rows.places + step], sin[rows.places + step]
+        if step:
+            embedded = F.embedding(rows.take(padded[:, step : step + length]), frozen.embedding)
+            if config.kind == "eagle":
+                state = module.fuse(state[:, None], embedded)
+            x, residual = module.attention_input(embedded, state)
+            own.append((rotate(module.heads(x, "k"), *turn), module.heads(x, "v")))
+        query = rotate(module.heads(x, "q"), *turn)
+        mixed = _attend(query, keys, values, own, mask, rows)
+        state = module.mlp(residual + module.linear(mixed.flatten(1), f"{ATTENTION}o_proj"))
+        normed, state = module.outputs(state)
+        yield normed
+
+
+def _visible(config: HeadConfig, length: int, device: torch.device) -> Tensor:
+    """[L, L]: 0 where a row sees another at the first step, minus infinity elsewhere."""
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     if config.window:
         near = torch.ones_like(causal).triu(1 - config.window)
         near[:, : config.sinks] = True
         causal &= near
-    mask = torch.zeros(length, length, device=device).masked_fill_(~causal, -math.inf)
-    first_keys = first_values = None
-    later: list[tuple[Tensor, Tensor]] = []
-    state = None
-    for step in range(steps):
-        embedded = F.embedding(padded[:, step : step + length], frozen.embedding)
-        if state is None or config.kind == "eagle":
-            source = features_BLFD if state is None else state[:, :, None]
-            state = module.fuse(source, embedded)
-        x, residual = module.attention_input(embedded, state)
-        q, k, v = module.split_heads(x)
-        turn = slice(step, step + length)
-        q, k = rotate(q, cos[turn], sin[turn]), rotate(k, cos[turn], sin[turn])
-        q = q.view(*q.shape[:2], config.kv_heads, group, -1)  # [B, L, K, G, E]
-        if first_keys is None:
-            first_keys, first_values = k, v
-        else:
-            later.append((k, v))
-        mixed = _attend(q, first_keys, first_values, later, mask, scale)
-        state = module.mlp(residual + module.linear(mixed.flatten(2), f"{ATTENTION}o_proj"))
-        normed, state = module.outputs(state)
-        yield normed
+    return torch.zeros(length, length, device=device).masked_fill_(~causal, -math.inf)
 
 
 def _attend(
-    q_BLKGE: Tensor,
+    q_NAE: Tensor,
     k_BLKE: Tensor,
-    v_BLKE: Tensor | None,
-    later: list[tuple[Tensor, Tensor]],
+    v_BLKE: Tensor,
+    own: list[tuple[Tensor, Tensor]],
     mask_LL: Tensor,
-    scale: float,
+    rows: Packed,
 ) -> Tensor:
-    """[B, L, K, G, E]: the first step's keys causally, later steps' on the row itself."""
-    assert v_BLKE is not None
-    batch, length, kv, group, size = q_BLKGE.shape
-    q = q_BLKGE.permute(0, 2, 3, 1, 4).reshape(batch, kv, group * length, size)
+    """[N, A, E] of A query heads: the first step's keys causally, later steps' of the row alone."""
+    batch, length, kv, size = k_BLKE.shape
+    group, scale = q_NAE.shape[1] // kv, 1.0 / math.sqrt(size)
+    q_NKGE = q_NAE.view(-1, kv, group, size)
+    q = rows.put(q_NKGE).permute(0, 2, 3, 1, 4).reshape(batch, kv, group * length, size)
     k, v = k_BLKE.transpose(1, 2), v_BLKE.transpose(1, 2)
     scores = (q @ k.transpose(-1, -2)).view(batch, kv, group, length, length).float() * scale
     scores = scores + mask_LL
-    own = [(q_BLKGE * key[:, :, :, None]).sum(-1).permute(0, 2, 3, 1) for key, _ in later]
     if own:
-        scores = torch.cat((scores, torch.stack(own, -1).float() * scale), -1)
+        later = torch.stack([(q_NKGE * key[:, :, None]).sum(-1) for key, _ in own], -1)
+        later = rows.put(later.float() * scale).permute(0, 2, 3, 1, 4)
+        scores = torch.cat((scores, later), -1)
     weights = torch.softmax(scores, -1).to(v.dtype)
     mixed = (weights[..., :length].flatten(2, 3) @ v).view(batch, kv, group, length, size)
-    mixed = mixed.permute(0, 3, 1, 2, 4)
-    for index, (_, value) in enumerate(later):
-        weight = weights[..., length + index].permute(0, 3, 1, 2)[..., None]
-        mixed = mixed + weight * value[:, :, :, None]
-    return mixed
+    found = rows.take(mixed.permute(0, 3, 1, 2, 4))
+    if own:
+        shares = rows.take(weights[..., length:].permute(0, 3, 1, 2, 4))
+        for index, (_, value) in enumerate(own):
+            found = found + shares[..., index, None] * value[:, :, None]
+    return found.flatten(1, 2)

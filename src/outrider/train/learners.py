@@ -129,15 +129,17 @@ class HeadLearner:
             features = final[:, :, None]
         teacher = _Teacher(batch, final, self.frozen.head)
         found, agreement = [], []
-        steps = unroll(self.module, self.frozen, batch.tokens, features, config.unroll)
-        for step, normed in enumerate(steps):
+        counts = batch.counting(config.unroll)
+        steps = unroll(self.module, self.frozen, batch.tokens, features, config.unroll, counts)
+        for step, normed_all in enumerate(steps):
             rows = batch.supervised(step, self._known)
+            normed = normed_all[rows[counts]]
             wanted = teacher.logits(rows, step)
-            guess = self.module.logits(normed[rows], self.frozen)
+            guess = self.module.logits(normed, self.frozen)
             loss = config.soft_weight * mean(soft_loss(guess, wanted, config.loss))
             if eagle and config.feature_weight:
                 truth = teacher.states(rows, step)
-                loss = loss + config.feature_weight * mean(feature_loss(normed[rows], truth))
+                loss = loss + config.feature_weight * mean(feature_loss(normed, truth))
             found.append(loss)
             with torch.no_grad():
                 agreement.append(agreement_of(guess, first_choice(wanted)))

@@ -25,11 +25,11 @@ from outrider.core.noise import Noise, Purpose, Stream
 from outrider.core.sampling import SamplingParams
 from outrider.drafters.base import Commit, NodeBudget, SequenceView
 from outrider.drafters.growth import TreeShape
-from outrider.drafters.heads import runnable, target_head_rows
+from outrider.drafters.heads import draft_ids, runnable, target_head_rows
 from outrider.errors import InvalidParameter, TrainingFailed
 from outrider.models.heads.config import TargetFacts
-from outrider.models.heads.files import Head, Precision, check_new, write_head
-from outrider.models.heads.fit import folder_facts
+from outrider.models.heads.files import Head, Precision, check_new, read_head, write_head
+from outrider.models.heads.fit import check_fit, folder_facts
 from outrider.models.heads.kernels import Decoder
 from outrider.models.load import LoadedModel
 from outrider.models.target import Target
@@ -82,6 +82,8 @@ class RunConfig:
         precision: of a head's written weights; a draft model's are bf16.
         flags: of `HeadConfig`, over the style's.
         layers: of a draft model.
+        start: a head to go on from: its draft vocabulary, and what its tensors share in name and
+            shape with the new head's.
         data_source: where the prompts come from, for the provenance.
     """
 
@@ -94,6 +96,7 @@ class RunConfig:
     precision: Precision = "bf16"
     flags: dict[str, Any] = field(default_factory=dict)
     layers: int = 4
+    start: Path | None = None
     data_source: str = OWN_DATA
 
 
@@ -370,18 +373,18 @@ def _head_job(
     facts: TargetFacts,
     out: Path,
 ) -> Job:
-    draft_tokens = draft_vocabulary(
-        data.split(False),
-        size=min(config.draft_vocab_size, target.vocab_size),
-        vocab_size=target.vocab_size,
-        always=target.end_tokens,
-    )
+    former = None if config.start is None else read_head(config.start)
+    draft_tokens = _draft_tokens(data, target, config, facts, former)
     head_config = new_head(
         config.style, target, facts, draft_vocab_size=len(draft_tokens), **config.flags
     )
     frozen = frozen_parts(target, target_head_rows(target, loaded.source, draft_tokens))
     spread = input_spread(head_config, frozen, data.split(False), data.store)
     start = initial_tensors(head_config, frozen, seed=config.train.seed, spread=spread)
+    if former is not None:
+        start |= {
+            n: t for n, t in former.tensors.items() if n in start and t.shape == start[n].shape
+        }
     extra = with_vocabulary({}, draft_tokens, target.vocab_size)
 
     def make() -> HeadLearner:
@@ -426,6 +429,22 @@ def _head_job(
         known_tokens(draft_tokens, target.vocab_size),
         write,
         calibrate if config.style == "medusa" else lambda tensors, evaluate: {},
+    )
+
+
+def _draft_tokens(
+    data: TrainingData, target: Decoder, config: RunConfig, facts: TargetFacts, former: Head | None
+) -> Tensor:
+    """int64 [W], increasing: those of the head that is gone on from, or the most frequent."""
+    if former is not None:
+        check_fit(former.config, facts)
+        ids = draft_ids(former)
+        return torch.arange(target.vocab_size) if ids is None else ids
+    return draft_vocabulary(
+        data.split(False),
+        size=min(config.draft_vocab_size, target.vocab_size),
+        vocab_size=target.vocab_size,
+        always=target.end_tokens,
     )
 
 
@@ -482,6 +501,7 @@ def _provenance(
             "source": config.data_source,
         },
         "train": asdict(config.train),
+        **({} if config.start is None else {"started_from": _ancestor(config.start)}),
         "steps": loop.steps,
         "best": loop.best,
         "seconds_of_last_session": round(seconds),
@@ -489,6 +509,12 @@ def _provenance(
         "torch": torch.__version__,
         "licence": "Apache-2.0",
     }
+
+
+def _ancestor(folder: Path) -> dict[str, Any]:
+    """How the head that a run went on from was made."""
+    made = read_head(folder).provenance
+    return {key: made[key] for key in ("date", "style", "data", "train", "steps") if key in made}
 
 
 def read_log(work: Path) -> list[dict[str, Any]]:
