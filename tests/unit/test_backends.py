@@ -16,6 +16,7 @@ from outrider.backends.openai import read_any
 from outrider.backends.prometheus import parse
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Engine, EngineConfig, FixedBudget
+from outrider.serve.forced import ForcedCalls
 from outrider.testing.fakes import ByteTokenizer
 from outrider.testing.serving import (
     FakeModel,
@@ -32,7 +33,8 @@ CHAT = ({"role": "user", "content": "hello hello hello"},)
 
 
 def ask(**more):
-    return Ask(CHAT, **{"max_tokens": N, "seed": 7, "temperature": 0.0, **more})
+    given = {"prompt": CHAT, "max_tokens": N, "seed": 7, "temperature": 0.0, **more}
+    return Ask(**given)
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +238,81 @@ def test_what_is_no_grammar_is_refused_here_as_well(wanted, why):
     backend = EmbeddedBackend(engine, ByteTokenizer())
     with pytest.raises(UnsupportedOption, match=why):
         asyncio.run(backend.answer(ask(response_format=wanted)))
+
+
+TOOLS = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "boolean"}},
+                "required": ["x"],
+            },
+        },
+    }
+    for name in ("first", "second")
+)
+SECOND = {"type": "function", "function": {"name": "second"}}
+
+
+def forced(**more):
+    model = FakeModel(text_target(context=1024))
+    drafters = {"suffix": SuffixDrafter()}
+    engine = Engine(
+        model.target,
+        drafters=drafters,
+        tokenizer=model.tokenizer,
+        config=EngineConfig(slots=2, context=1024, reuse_prefix=False),
+        budget=FixedBudget(nodes=8, depth=6),
+    )
+    call = ForcedCalls(model.tokenizer)
+    backend = EmbeddedBackend(engine, model.tokenizer, drafter="suffix", force=call)
+
+    async def run():
+        try:
+            return await backend.answer(ask(**{"tools": TOOLS, **more}))
+        finally:
+            await backend.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("choice", ["required", SECOND], ids=["required", "named"])
+def test_a_forced_tool_call_is_the_one_that_the_server_gives(own, choice, stream):
+    """The embedded engine is handed the server's rules: same prompt, same grammar, same call."""
+    answer = forced(tool_choice=choice, stream=stream)
+
+    async def test(backend):
+        return await backend.answer(ask(tools=TOOLS, tool_choice=choice, stream=stream))
+
+    served = with_backend(own, test)
+    [(name, arguments)] = answer.tool_calls
+    assert answer.tool_calls == served.tool_calls
+    assert answer.prompt_tokens == served.prompt_tokens
+    assert answer.finish_reason == served.finish_reason == "tool_calls"
+    assert name in {"first", "second"} if choice == "required" else name == "second"
+    assert isinstance(json.loads(arguments)["x"], bool) and answer.text == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"tool_choice": "auto"}, "tool_choice 'auto'"),
+        ({"tool_choice": "required", "tools": ()}, "without tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "names 'no'"),
+        ({"tool_choice": "required", "prompt": "plain"}, "tool_choice"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format together",
+        ),
+    ],
+)
+def test_a_choice_of_tools_that_cannot_be_is_refused(more, why):
+    with pytest.raises(UnsupportedOption, match=why):
+        forced(**more)
 
 
 VLLM = {

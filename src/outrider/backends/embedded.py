@@ -2,7 +2,7 @@
 
 One thread drives the engine; requests and results cross by queues and by the event loop's own
 call. It honours everything that `SamplingParams` has, structured output, and tools where the chat
-template has a place for them; a forced tool call is refused here, and served by `outrider serve`.
+template has a place for them; a forced tool call where it is handed the server's way to force one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
@@ -36,10 +36,29 @@ from outrider.models.tokenizer import TextModel
 from outrider.records.request import acceptance_record, by_position, is_verify_step
 
 if TYPE_CHECKING:
-    from outrider.engine.grammar import GrammarCompiler
+    from outrider.engine.grammar import GrammarCompiler, GrammarSource
 
 KIND = "embedded"
 IDLE_S = 0.2
+
+
+@dataclass(frozen=True)
+class ForcedCall:
+    """How a request is turned into one whose every answer is a tool call.
+
+    Attributes:
+        messages, tools: for the chat template.
+        source: the grammar of the answer.
+        read: from the answer's text to its calls: names and arguments.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+    source: GrammarSource
+    read: Callable[[str], tuple[tuple[str, str], ...]]
+
+
+Force = Callable[[Ask], ForcedCall]
 
 
 @dataclass
@@ -61,17 +80,26 @@ class _Job:
 class EmbeddedBackend:
     """An engine, run by a thread of its own from the first request to `close`."""
 
-    def __init__(self, engine: Engine, tokenizer: TextModel, *, drafter: str = "none") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TextModel,
+        *,
+        drafter: str = "none",
+        force: Force | None = None,
+    ) -> None:
         """
         Args:
             engine: nobody else may drive it. Its prefix reuse should be off for measurements.
             tokenizer: the target's.
             drafter: who guesses; every request is a tenant of its own, so that no drafter can
                 copy the answer that another request got.
+            force: of tool calls; `None` refuses them. `outrider.serve.forced` has the server's.
         """
         self._engine = engine
         self._tokenizer = tokenizer
         self._drafter = drafter
+        self._force = force
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._live: dict[int, _Job] = {}
         self._totals = {"requests": 0, "prompt": 0, "output": 0}
@@ -94,8 +122,9 @@ class EmbeddedBackend:
         return self._info
 
     async def answer(self, ask: Ask) -> Answer:
-        prompt, params = self._tokens(ask), parameters(ask)
-        grammar = await asyncio.to_thread(self._grammar, ask)
+        params, forced = parameters(ask), self._forced(ask)
+        prompt = self._tokens(ask, forced)
+        grammar = await asyncio.to_thread(self._grammar, ask, forced)
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Completion | OutriderError] = loop.create_future()
 
@@ -117,7 +146,8 @@ class EmbeddedBackend:
         if isinstance(ended, OutriderError):
             end = time.perf_counter() - job.begin
             return Answer(job.begin, end, finish_reason="error", error=str(ended))
-        return self._answer(job, ended, ask)
+        answer = self._answer(job, ended, ask)
+        return answer if forced is None else _with_calls(answer, forced)
 
     async def answer_alone(self, ask: Ask) -> Answer:
         return await self.answer(ask)
@@ -146,40 +176,51 @@ class EmbeddedBackend:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
 
-    def _tokens(self, ask: Ask) -> tuple[int, ...]:
+    def _forced(self, ask: Ask) -> ForcedCall | None:
+        """Raises:
+        UnsupportedOption: a choice of tools that cannot be honoured."""
+        if not ask.tool_choice:
+            return None
+        if self._force is None or not ask.is_chat:
+            raise _unsupported("tool_choice")
+        return self._force(ask)
+
+    def _tokens(self, ask: Ask, forced: ForcedCall | None = None) -> tuple[int, ...]:
+        # As on the server: a grammar would rule the reasoning as well.
+        variables = {"enable_thinking": False} if forced or ask.response_format else None
+        if forced is not None:
+            tools = forced.tools or None
+            return tuple(self._tokenizer.chat(forced.messages, tools=tools, variables=variables))
         prompt = ask.prompt
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if len(messages) == len(prompt):
-            # As on the server: a grammar would rule the reasoning as well.
-            variables = {"enable_thinking": False} if ask.response_format else None
             return tuple(
                 self._tokenizer.chat(messages, tools=ask.tools or None, variables=variables)
             )
         return tuple(part for part in prompt if isinstance(part, int))
 
-    def _grammar(self, ask: Ask) -> Grammar | None:
+    def _grammar(self, ask: Ask, forced: ForcedCall | None) -> Grammar | None:
         """The grammar of the request in its first state; compiles it where it is new.
 
         Raises:
             UnsupportedOption: it is not a grammar, too complex, or the model never ends.
         """
-        if ask.response_format is None:
+        if forced is None and ask.response_format is None:
             return None
+        from outrider.engine.grammar import GrammarSource
+
         try:
-            return self._compiled(ask.response_format)
+            source = forced.source if forced else GrammarSource.of_format(ask.response_format or {})
+            return None if source is None else self._compiled(source)
         except InvalidParameter as fault:
-            raise UnsupportedOption(
-                f"the embedded engine cannot honour response_format: {fault}"
-            ) from None
+            name = "response_format" if forced is None else "tools"
+            raise UnsupportedOption(f"the embedded engine cannot honour {name}: {fault}") from None
 
-    def _compiled(self, form: Mapping[str, Any]) -> Grammar | None:
-        from outrider.engine.grammar import GrammarCompiler, GrammarSource
+    def _compiled(self, source: GrammarSource) -> Grammar:
+        from outrider.engine.grammar import GrammarCompiler
 
-        source = GrammarSource.of_format(form)
-        if source is None:
-            return None
         with self._compiling:
             if self._compiler is None:
                 target = self._engine.target
@@ -284,18 +325,30 @@ def _resolve(
         future.set_result(value)
 
 
+def _unsupported(name: str) -> UnsupportedOption:
+    return UnsupportedOption(
+        f"the embedded engine cannot honour {name}; start outrider serve and measure that"
+    )
+
+
+def _with_calls(answer: Answer, forced: ForcedCall) -> Answer:
+    """Calls in their own place; a text that was cut before it was one stays text."""
+    calls = forced.read(answer.text)
+    if not calls or answer.error is not None:
+        return answer
+    finish = "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
+    return replace(answer, text="", tool_calls=calls, finish_reason=finish)
+
+
 def parameters(ask: Ask) -> SamplingParams:
-    """The request's parameters, its grammar left out.
+    """The request's parameters, its grammar and choice of tools left out.
 
     Raises:
-        UnsupportedOption: it asks for a choice of tools or another engine's own field.
+        UnsupportedOption: it asks for another engine's own field.
         InvalidParameter: a value is out of range.
     """
-    for name in ("tool_choice", "extra"):
-        if getattr(ask, name):
-            raise UnsupportedOption(
-                f"the embedded engine cannot honour {name}; start outrider serve and measure that"
-            )
+    if ask.extra:
+        raise _unsupported("extra")
     usual = SamplingParams()
     given: dict[str, Any] = {
         name: value

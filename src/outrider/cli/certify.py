@@ -269,6 +269,7 @@ def _embedded_features(loaded: Loaded, subject: Subject) -> list[dict[str, str]]
     from outrider.backends.embedded import EmbeddedBackend
     from outrider.engine import Engine, EngineConfig
     from outrider.evaluate.certify_features import probe_features
+    from outrider.serve.forced import ForcedCalls
 
     context = min(256, loaded.target.context_length)
     drafters = {} if subject.drafter == "none" else {subject.drafter: subject.build(1, context)}
@@ -280,7 +281,8 @@ def _embedded_features(loaded: Loaded, subject: Subject) -> list[dict[str, str]]
     )
 
     async def run() -> list[dict[str, str]]:
-        backend = EmbeddedBackend(engine, loaded.tokenizer, drafter=subject.drafter)
+        text, force = loaded.tokenizer, ForcedCalls(loaded.tokenizer)
+        backend = EmbeddedBackend(engine, text, drafter=subject.drafter, force=force)
         try:
             return [feature.to_dict() for feature in await probe_features(backend)]
         finally:

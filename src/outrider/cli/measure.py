@@ -179,6 +179,7 @@ class Embedded:
         from outrider.drafters.table import Setting as Place
         from outrider.drafters.table import build_drafter
         from outrider.engine import Engine, EngineConfig
+        from outrider.serve.forced import ForcedCalls
 
         loaded = self._loaded()
         slots = max(load.concurrency if load.shape == "closed" else 8 for load in self.plan.loads)
@@ -198,7 +199,8 @@ class Embedded:
             max_depth=usual.max_depth if depth is None else depth,
         )
         engine = Engine(loaded.target, drafters=drafters, tokenizer=loaded.tokenizer, config=config)
-        backend = EmbeddedBackend(engine, loaded.tokenizer, drafter=spec)
+        text, force = loaded.tokenizer, ForcedCalls(loaded.tokenizer)
+        backend = EmbeddedBackend(engine, text, drafter=spec, force=force)
         try:
             yield backend
         finally:
