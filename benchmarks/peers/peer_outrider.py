@@ -24,7 +24,13 @@ class OutriderPeer:
         target = self._loaded.target
         self._drafter = "none" if setting.mode == "plain" else setting.mode
         context = min(setting.context, target.context_length)
-        place = DrafterSetting(target, self._loaded.tokenizer, sequences=1, context=context)
+        place = DrafterSetting(
+            target,
+            self._loaded.tokenizer,
+            sequences=1,
+            context=context,
+            source=self._loaded.source,
+        )
         drafters = {self._drafter: build_drafter(self._drafter, place)}
         config = EngineConfig(slots=1, context=context, reuse_prefix=False)
         self._engine = Engine(target, drafters=drafters, config=config)
