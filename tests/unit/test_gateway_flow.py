@@ -52,6 +52,7 @@ FAULTS: list[dict[str, Any]] = [
     {"status": 500},
     {"status": 503},
     {"status": 429},
+    {"status": 422},
     {"crash_after": 0},
     {"garble_after": 0},
     {"hang_before": True},
@@ -119,12 +120,22 @@ def test_a_missing_usage_leaves_the_answer_whole(tmp_path: Path) -> None:
     with_gateway(rollout(tmp_path), test)
 
 
-def test_what_the_engine_refuses_passes_as_it_is(tmp_path: Path) -> None:
+def declined(world: World) -> float:
+    name = "outrider_gateway_upstream_faults_total"
+    return world.sample(name, profile="spec", kind="declined")
+
+
+def test_what_every_engine_refuses_passes_as_it_is_and_counts_for_none(tmp_path: Path) -> None:
     async def test(world: World) -> None:
-        world.engines["spec"].status = 422
+        for engine in world.engines.values():
+            engine.status = 422
         answer = await world.ask()
         assert answer.status == 422 and answer.json()["error"]["message"] == "made to fail"
-        assert not world.engines["baseline"].requests
+        assert len(world.engines["baseline"].requests) == 1
+        assert not declined(world)
+        world.engines["baseline"].status = None
+        assert (await world.ask()).status == 200
+        assert declined(world) == 1
 
     with_gateway(rollout(tmp_path), test)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from outrider.rollout.config import BASELINE
 from outrider.rollout.verdict import Outcome
 from outrider.serve.gateway.lanes import Lane, Request, Running
 from outrider.serve.gateway.reading import Malformed, Reader, Reading
@@ -21,6 +22,7 @@ from outrider.serve.gateway.upstream import Reply, UpstreamFault
 LONGEST_BODY = 64 * 2**20
 LAST_S = 1.0  # for the end of a stream behind its end mark
 AGAIN = frozenset({408, 425, 429})
+DECLINED = "declined"  # the fault of a profile that finds a request wrong
 _MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 _NAN = re.compile(r"\bnan\b|non-finite|not finite", re.IGNORECASE)
 
@@ -188,12 +190,19 @@ class Attempt:
             await self._stream(reply, clock)
 
     async def _refused(self, reply: Reply) -> None:
-        """An engine's error: passed on as it is where trying again is no use."""
+        """An engine's error: passed on as it is where trying again is no use.
+
+        What a profile finds wrong, the baseline may find right (another vocabulary, a parameter
+        that only one of them knows): such a request gets its second try there.
+        """
         body = await _all(reply)
         if reply.status >= 500 or reply.status in AGAIN or reply.status in (401, 403):
             kind = "refused" if reply.status < 500 else "http"
             line = " ".join(body[:300].decode("utf-8", errors="replace").split())
             raise UpstreamFault(kind, f"HTTP {reply.status}: {line}", status=reply.status)
+        if self.lane.name != BASELINE:
+            line = f"HTTP {reply.status} where the baseline may answer"
+            raise UpstreamFault(DECLINED, line, status=reply.status)
         self._status = reply.status
         await self.relay.whole(reply.status, reply.headers, body)
 

@@ -27,7 +27,7 @@ from outrider.rollout.config import BASELINE, RolloutConfig
 from outrider.rollout.controller import Controller
 from outrider.serve.errors import ApiError, bad_request, overloaded
 from outrider.serve.exchange import Exchange
-from outrider.serve.gateway.attempt import Attempt, Result
+from outrider.serve.gateway.attempt import DECLINED, Attempt, Result
 from outrider.serve.gateway.feedback import Feedback
 from outrider.serve.gateway.guards import Full
 from outrider.serve.gateway.lanes import Lane, Request, monotonic
@@ -219,12 +219,24 @@ class _Work:
                 result = await self._try(lane, assignment)
                 if not result.fault or self._relay.begun:
                     return await self._finish(result)
+                if result.fault == DECLINED:
+                    return await self._second_opinion(lane, assignment, result)
                 why, short = result.why, result.fault
             else:
                 short = why
             self._flow.saved(lane.name, short)
             assignment = spill(assignment, why)
         return await self._baseline(assignment)
+
+    async def _second_opinion(self, lane: Lane, assignment: Assignment, declined: Result) -> Result:
+        """A request that a profile found wrong; the profile's failure if the baseline answers it,
+        otherwise the client's own."""
+        result = await self._baseline(spill(assignment, declined.why))
+        if result.status == 200:
+            self._flow.failed(lane, declined)
+            self._flow.observe(assignment, declined, self._facts, self._request)
+            self._flow.saved(lane.name, DECLINED)
+        return result
 
     async def _baseline(self, assignment: Assignment) -> Result:
         lane = self._stage.lanes[BASELINE]
@@ -272,6 +284,9 @@ class _Work:
             seen = attempt.reader.seen
             tokens = (seen.prompt_tokens or 0) + (seen.completion_tokens or 0)
             gate.leave(monotonic(), tokens=tokens)
+        if result.fault == DECLINED:
+            lane.breaker.abandoned()
+            return result
         if result.fault:
             self._flow.failed(lane, result)
         else:
