@@ -128,6 +128,29 @@ def test_depth_limit_weighs_acceptance_against_drafting() -> None:
     assert depth_limit(good, FLAT, draft=dear, rows=1, limit=7) == 0
 
 
+def test_the_first_slow_proposals_of_a_process_do_not_silence_a_drafter() -> None:
+    budget = CostBudget(FLAT, nodes=8, depth=4)
+    asked = []
+    for step in range(8):
+        [limit] = budget.limits([Subject(0, "d", 100)], other_rows=0)
+        asked.append(limit.depth)
+        if limit.depth:
+            budget.spent("d", 40.0 if step == 0 else 1.0, limit.depth)
+    assert all(asked[:2]) and all(asked[3:])
+    assert budget._drafters["d"].cost.at(4) == pytest.approx(1.0)
+
+
+def test_a_drafter_that_is_slow_every_time_falls_silent() -> None:
+    budget = CostBudget(FLAT, nodes=8, depth=4)
+    asked = 0
+    for _ in range(12):
+        [limit] = budget.limits([Subject(0, "d", 100)], other_rows=0)
+        if limit.depth:
+            asked += 1
+            budget.spent("d", 40.0, limit.depth)
+    assert asked == 4
+
+
 def test_draft_cost_tells_base_from_slope() -> None:
     cost = DraftCost()
     for depth in (1, 5, 3, 8, 2, 6, 4, 7):

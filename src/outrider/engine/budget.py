@@ -34,6 +34,7 @@ WIDTH_STEP = 0.03
 WORTH_A_PASS = 0.1  # chance of a path from which on a drafter's pass for it pays (docs/log.md)
 COSTLY_NODES = 16  # a drafter whose nodes cost time need not offer more than a pass can pay for
 STEADY = 3.0  # proposals after which the cost of a drafter is known well enough to see outliers
+YOUNG = 12.0  # proposals up to which one that is far cheaper shows that those before it were slow
 OUTLIER = 3.0
 
 
@@ -180,10 +181,21 @@ class DraftCost:
     depth_ms: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
+    @property
+    def is_steady(self) -> bool:
+        """Have enough proposals been seen to judge by?"""
+        return self._sums[0] >= STEADY
+
     def learn(self, depth: int, milliseconds: float) -> None:
-        """Take in one proposal; one that took far longer than usual counts as a slow one."""
-        if self._sums[0] >= STEADY:
+        """Take in one proposal.
+
+        One that took far longer than usual counts as a slow one. The first of a process may be the
+        slow ones (nothing is in the caches): they are forgotten once a far cheaper one comes.
+        """
+        if self.is_steady:
             milliseconds = min(milliseconds, OUTLIER * self.at(depth) + 0.2)
+        if depth and self._sums[0] < YOUNG and OUTLIER * milliseconds + 0.2 < self.at(depth):
+            self._sums = [0.0] * 5
         seen = (1.0, depth, milliseconds, depth * depth, depth * milliseconds)
         self._sums = [COST_MEMORY * s + x for s, x in zip(self._sums, seen, strict=True)]
         n, x, y, xx, xy = self._sums
@@ -260,6 +272,8 @@ class _SequenceMemory:
         if best > 0:
             self.wait, self.idle = PROBE_FIRST, 0
             return best
+        if not cost.is_steady:  # the first proposals of a process say little
+            return min(PROBE_DEPTH, limit)
         self.idle += 1
         if self.idle < self.wait:
             return 0
