@@ -178,5 +178,38 @@ def test_a_tree_grown_natively_is_the_one_grown_level_by_level(
         assert (max(found.depths) == 1) == (least == 0.5 and shape.branching > 1)
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3.1"])
+def test_trees_grown_together_are_those_grown_alone(name: str) -> None:
+    """Sequences of other lengths, budgets and temperatures share the passes, bit for bit."""
+    config, target = variant(name), tiny_target("native")
+    tensors = with_vocabulary(random_head(config), draft_tokens(), 97)
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 97, (20,), generator=generator).tolist()
+    features = torch.randn(19, len(config.features), 64, generator=generator)
+    ends, budgets = (9, 20, 12), [NodeBudget(9, 4), NodeBudget(3, 1), NodeBudget(12, 6)]
+
+    def propose(groups: list[list[int]]) -> list[DraftTree]:
+        shape = TreeShape(4, 4)
+        drafter = make_drafter(
+            Head(config, tensors), target, source=None, shape=shape, sequences=3, length=64
+        )
+        views = []
+        for index, end in enumerate(ends):
+            drafter.observe([Commit(index, tuple(tokens[:end]), "", features[: end - 1])])
+            params = SamplingParams(temperature=0.8 * (index == 2))
+            stream = Stream(Noise(index), Purpose.TOKEN)
+            views.append(SequenceView(index, tokens[:end], 4, params, frozenset({8}), stream))
+        trees = []
+        for group in groups:
+            trees += drafter.propose([views[i] for i in group], [budgets[i] for i in group])
+        return trees
+
+    together, alone = propose([[0, 1, 2]]), propose([[0], [1], [2]])
+    for found, wanted in zip(together, alone, strict=True):
+        assert (found.tokens, found.parents) == (wanted.tokens, wanted.parents)
+        assert found.confidence == wanted.confidence
+        assert len(found) > 2
+
+
 def test_draft_vocabulary_is_even() -> None:
     assert len(draft_tokens()) == head_config().draft_vocab_size

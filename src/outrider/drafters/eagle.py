@@ -25,7 +25,7 @@ from outrider.drafters.growth import HOPELESS, Growth, TreeShape
 from outrider.errors import InvalidParameter
 from outrider.models.cache import KVCache
 from outrider.models.heads.eagle import EagleModel
-from outrider.models.native import DraftRows, DraftRule
+from outrider.models.native import DraftJob, DraftRows, DraftRule
 from outrider.models.target import Segment, Target
 
 CATCH_UP_CHUNK = 256
@@ -143,8 +143,8 @@ class EagleDrafter:
         able = [g for g in growths if g.wants_more and self._ready(g)]
         for growth in able:
             self._catch_up(self._known[growth.view.id])
-            if self._model.grows_natively and growth.is_bare:
-                self._grow_natively(growth)
+        if self._model.grows_natively:
+            self._grow_natively([growth for growth in able if growth.is_bare])
         states: dict[int, Tensor] = {}  # by sequence, what the rows of the last pass gave
         while active := [g for g in able if g.wants_more]:
             self._expand(active, states)
@@ -175,12 +175,20 @@ class EagleDrafter:
             self._cache.keep(known.slot, range(len(chunk)))
             known.states = [pending[CATCH_UP_CHUNK:]]
 
-    def _grow_natively(self, growth: Growth) -> None:
-        """The whole tree in one call; what `_expand` does level by level."""
+    def _grow_natively(self, growths: Sequence[Growth]) -> None:
+        """Whole trees in one call; what `_expand` does level by level."""
+        if not growths:
+            return
+        jobs = [self._job(growth) for growth in growths]
+        grown = self._model.draft(self._cache, jobs)
+        for growth, job, nodes in zip(growths, jobs, grown, strict=True):
+            self._known[growth.view.id].states = [job.rows.states[-1:]]
+            growth.fill(nodes.tokens, nodes.parents, nodes.confidence)
+
+    def _job(self, growth: Growth) -> DraftJob:
         known, view = self._known[growth.view.id], growth.view
         assert known.slot is not None
         tokens = tuple(known.tokens[self._cache.lengths[known.slot] + 1 :])
-        rows = DraftRows(tokens, known.pending())
         rule = replace(
             self._rule,
             nodes=growth.budget.nodes,
@@ -190,9 +198,7 @@ class EagleDrafter:
             ends=view.ends,
             noise=growth.noise_keys(),
         )
-        nodes = self._model.draft(self._cache, known.slot, rows, rule)
-        known.states = [rows.states[-1:]]
-        growth.fill(nodes.tokens, nodes.parents, nodes.confidence)
+        return DraftJob(known.slot, DraftRows(tokens, known.pending()), rule)
 
     def _expand(self, growths: Sequence[Growth], states: dict[int, Tensor]) -> None:
         """One pass for all growing trees; each grows by a level. Changes ``states``."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import (
     POINTER,
+    Array,
     Structure,
     byref,
     c_char_p,
@@ -43,7 +44,7 @@ from outrider.kernels.quantised import (
     Weight,
 )
 
-ABI = 3
+ABI = 4
 BLOCK = 32  # output columns that are packed together
 
 
@@ -173,7 +174,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "outrider_plan_new": (c_void_p, (POINTER(ModelStruct),)),
     "outrider_plan_free": (None, (c_void_p,)),
-    "outrider_plan_draft": (c_int, (c_void_p, POINTER(DraftStruct))),
+    "outrider_plan_draft": (c_int, (c_void_p, POINTER(DraftStruct), c_int32)),
     "outrider_plan_run": (c_int, (c_void_p, POINTER(PassStruct))),
 }
 
@@ -413,14 +414,15 @@ class Plan:
         if _library().outrider_plan_run(self._handle, byref(step)):
             raise OutOfMemory(f"no memory for the activations of {step.rows} rows")
 
-    def draft(self, draft: DraftStruct) -> None:
-        """A whole draft of a head. The caller vouches for every pointer and index in ``draft``.
+    def draft(self, drafts: Array[DraftStruct]) -> None:
+        """Whole drafts of a head, a level of each tree per pass. The caller vouches for every
+        pointer and index.
 
         Raises:
             OutOfMemory: no room for the activations.
         """
-        if _library().outrider_plan_draft(self._handle, byref(draft)):
-            raise OutOfMemory("no memory for the activations of a draft")
+        if _library().outrider_plan_draft(self._handle, drafts, len(drafts)):
+            raise OutOfMemory(f"no memory for the activations of {len(drafts)} drafts")
 
     def __del__(self) -> None:
         if self._handle:

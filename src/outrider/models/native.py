@@ -142,6 +142,15 @@ class DraftRule:
 
 
 @dataclass(frozen=True)
+class DraftJob:
+    """A tree to grow for the sequence in a slot of the head's cache."""
+
+    slot: int
+    rows: DraftRows
+    rule: DraftRule
+
+
+@dataclass(frozen=True)
 class DraftNodes:
     """All nodes of a draft in the order they were made, the root first."""
 
@@ -477,28 +486,60 @@ class NativeTransformer:
             )
         )
 
-    def draft(self, cache: KVCache, slot: int, rows: DraftRows, rule: DraftRule) -> DraftNodes:
-        """Grow a whole tree in one call: the native twin of `drafters/growth.py` for draft heads.
+    def draft(self, cache: KVCache, jobs: Sequence[DraftJob]) -> list[DraftNodes]:
+        """Grow whole trees in one call: the native twin of `drafters/growth.py` for draft heads.
 
-        Keeps the rows before the root in the cache; what is written while guessing is dropped.
+        Every pass carries a level of each tree. Keeps the rows before the roots in the cache; what
+        is written while guessing is dropped.
+
+        Args:
+            jobs: of one head; what belongs to the head is the same in all rules.
 
         Raises:
-            InvalidParameter: states that do not fit the tokens, or a cache without room.
+            InvalidParameter: states that do not fit the tokens, or a cache without room; nothing
+                is staged then.
         """
-        count = len(rows.tokens)
-        check_inputs(rows.states, rows=count, width=self.config.width)
+        for job in jobs:
+            check_inputs(job.rows.states, rows=len(job.rows.tokens), width=self.config.width)
+        staged: list[DraftJob] = []
+        table = (DraftStruct * len(jobs))()
+        keep = []
+        try:
+            for index, job in enumerate(jobs):
+                rows = len(job.rows.tokens) + job.rule.beam * job.rule.depth
+                start = cache.stage(job.slot, rows)
+                staged.append(job)
+                table[index], buffers = self._draft_struct(cache, job, start)
+                keep.append(buffers)
+            self._plan.draft(table)
+        finally:
+            for job, struct in zip(staged, table, strict=False):
+                kept = range(len(job.rows.tokens) - 1) if struct.count else ()
+                cache.keep(job.slot, kept)
+        return [
+            DraftNodes(
+                struct.token[: struct.count],
+                struct.parent[: struct.count],
+                struct.confidence[: struct.count],
+            )
+            for struct in table
+        ]
+
+    def _draft_struct(
+        self, cache: KVCache, job: DraftJob, start: int
+    ) -> tuple[DraftStruct, object]:
+        """What the library is told of a draft, and what must live as long."""
+        rows, rule, keys = job.rows, job.rule, cache.keys
         states = rows.states.float().contiguous()
         capacity = 1 + rule.branching * (1 + rule.beam * (rule.depth - 1))
-        start = cache.stage(slot, count + rule.beam * rule.depth)
         token, parent = (c_int32 * capacity)(), (c_int32 * capacity)()
         confidence = (c_double * capacity)()
         cos, sin = self._rotation_table(cache)
-        keys = cache.keys
         noise = (c_uint64 * rule.depth)(*rule.noise) if rule.noise else None
-        job = DraftStruct(
-            slot=slot,
+        struct = DraftStruct(
+            slot=job.slot,
             cached=start,
-            prefix=count - 1,
+            prefix=len(rows.tokens) - 1,
             beam=rule.beam,
             branching=rule.branching,
             nodes=rule.nodes,
@@ -527,12 +568,7 @@ class NativeTransformer:
             parent=parent,
             confidence=confidence,
         )
-        try:
-            self._plan.draft(job)
-        finally:
-            cache.keep(slot, range(count - 1) if job.count else ())
-        n = job.count
-        return DraftNodes(token[:n], parent[:n], confidence[:n])
+        return struct, (struct, states)
 
     def _rotation_table(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         """cos and sin [C, D / 2] for the positions of a cache."""

@@ -80,6 +80,7 @@ struct Pass {
 };
 
 // A whole draft of a head for one sequence: rows of true states, then level after level of a tree.
+// Drafts of one call have all in common that belongs to the head and its cache.
 // A row's state is what its parent's pass gave (after the final norm with `norm_output`); with `fc`
 // the row starts from fc [embedding, state] + bias instead of the state itself.
 struct Draft {

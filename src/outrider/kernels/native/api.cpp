@@ -221,98 +221,145 @@ struct Plan {
     run_region(count, chosen()->pass, &job);
   }
 
-  void draft(Draft& draft) {
-    std::lock_guard<std::mutex> guard(turn);
+  // A draft on its way: its tree, and the rows of its next pass.
+  struct Sapling {
+    Draft* draft;
     Growth tree;
-    tree.add(draft.tokens[draft.prefix], -1, 1.0);
-    int width = model.width, first_rows = draft.prefix + 1;
-    std::vector<int32_t> tokens(draft.tokens, draft.tokens + first_rows);
-    std::vector<float> states(draft.states, draft.states + (size_t)first_rows * width);
-    std::vector<int32_t> row_of(1, draft.cached + draft.prefix);  // cache row of each node
-    std::vector<int> level(1, 0);                                 // the nodes of this pass
-    std::vector<float> logits, features, inputs;
-    std::vector<Choice> choices;
-    int written = draft.cached;
-    while (true) {
-      int rows = (int)tokens.size(), nodes = (int)level.size();
-      Segment segment{draft.slot, written, 0, rows, rows - nodes, 0};
-      set_paths(draft, tree, level, row_of, segment);
-      logits.resize((size_t)nodes * model.vocab);
-      features.resize((size_t)rows * width);
-      std::vector<int32_t> logit_row, unused((size_t)rows, -1);
-      for (int i = 0; i < nodes; i++) logit_row.push_back(rows - nodes + i);
-      int32_t last = model.layers;
-      const float* start = draft.fc ? joined(draft, tokens, states, inputs) : states.data();
-      execute(Pass{rows, 1, nodes, 1, draft.threads, draft.cosine, draft.sine, tokens.data(),
-                   unused.data(), &segment, logit_row.data(), &last, draft.keys, draft.values,
-                   draft.layer_stride, draft.slot_stride, draft.head_stride, start, logits.data(),
-                   features.data()});
-      written += rows;
-      int made = (int)tree.token.size();
-      for (int i = 0; i < nodes; i++) {
-        int depth = tree.depth[(size_t)level[(size_t)i]];
-        choose(draft, logits.data() + (size_t)i * model.vocab, model.vocab, depth, choices);
-        for (const Choice& c : choices)
-          tree.add(draft.ids ? draft.ids[c.token] : c.token, level[(size_t)i], c.chance);
-      }
-      tree.advance(draft, made);
-      if (tree.frontier.empty()) break;
-      next_level(draft, tree, level, row_of, written, features, rows, tokens, states);
+    std::vector<int> level;                // the nodes of the pass
+    std::vector<int32_t> tokens, row_of;   // row_of: the cache row of each node
+    std::vector<float> states;
+    int written;
+
+    Sapling(Draft* d, int width) : draft(d), level(1, 0), written(d->cached) {
+      tree.add(d->tokens[d->prefix], -1, 1.0);
+      tokens.assign(d->tokens, d->tokens + d->prefix + 1);
+      states.assign(d->states, d->states + (size_t)(d->prefix + 1) * width);
+      row_of.assign(1, d->cached + d->prefix);
     }
-    draft.count = (int32_t)std::min<size_t>(tree.token.size(), (size_t)draft.capacity);
-    std::copy_n(tree.token.begin(), draft.count, draft.token);
-    std::copy_n(tree.parent.begin(), draft.count, draft.parent);
-    std::copy_n(tree.confidence.begin(), draft.count, draft.confidence);
+  };
+
+  // Drafts of one head for several sequences: a pass carries a level of every tree that grows.
+  void draft(Draft* drafts, int count) {
+    std::lock_guard<std::mutex> guard(turn);
+    std::vector<Sapling> saplings;
+    for (int i = 0; i < count; i++) saplings.emplace_back(drafts + i, model.width);
+    std::vector<Sapling*> growing;
+    for (Sapling& s : saplings) growing.push_back(&s);
+    while (!growing.empty()) {
+      grow(growing);
+      growing.erase(std::remove_if(growing.begin(), growing.end(),
+                                   [](const Sapling* s) { return s->tree.frontier.empty(); }),
+                    growing.end());
+    }
+    for (Sapling& s : saplings) {
+      Draft& d = *s.draft;
+      d.count = (int32_t)std::min<size_t>(s.tree.token.size(), (size_t)d.capacity);
+      std::copy_n(s.tree.token.begin(), d.count, d.token);
+      std::copy_n(s.tree.parent.begin(), d.count, d.parent);
+      std::copy_n(s.tree.confidence.begin(), d.count, d.confidence);
+    }
   }
 
-  // What the rows of a draft's pass see: the rows before them, or their ancestors in the tree.
-  void set_paths(const Draft& draft, const Growth& tree, const std::vector<int>& level,
-                 const std::vector<int32_t>& row_of, const Segment& segment) {
-    path.assign((size_t)segment.rows, RowPath{});
+  // One pass for all trees; each grows by a level.
+  void grow(const std::vector<Sapling*>& growing) {
+    std::vector<Segment> segments;
+    std::vector<int32_t> tokens, logit_row;
+    std::vector<float> states, inputs;
+    for (const Sapling* s : growing) {
+      int first = (int)tokens.size(), rows = (int)s->tokens.size(), nodes = (int)s->level.size();
+      segments.push_back({s->draft->slot, s->written, first, rows, rows - nodes, 0});
+      for (int i = rows - nodes; i < rows; i++) logit_row.push_back(first + i);
+      tokens.insert(tokens.end(), s->tokens.begin(), s->tokens.end());
+      states.insert(states.end(), s->states.begin(), s->states.end());
+    }
+    set_paths(growing, segments);
+    const Draft& common = *growing[0]->draft;
+    std::vector<float> logits(logit_row.size() * (size_t)model.vocab);
+    std::vector<float> features(tokens.size() * (size_t)model.width);
+    std::vector<int32_t> unused(tokens.size(), -1);
+    int32_t last = model.layers;
+    const float* start = common.fc ? joined(common, tokens, states, inputs) : states.data();
+    execute(Pass{(int32_t)tokens.size(), (int32_t)segments.size(), (int32_t)logit_row.size(), 1,
+                 common.threads, common.cosine, common.sine, tokens.data(), unused.data(),
+                 segments.data(), logit_row.data(), &last, common.keys, common.values,
+                 common.layer_stride, common.slot_stride, common.head_stride, start,
+                 logits.data(), features.data()});
+    const float* row = logits.data();
+    for (size_t i = 0; i < growing.size(); i++) {
+      const Segment& segment = segments[i];
+      size_t node_row = (size_t)(segment.first_row + segment.prefix);
+      size_t nodes = growing[i]->level.size();
+      extend(*growing[i], row, features.data() + node_row * (size_t)model.width);
+      row += nodes * (size_t)model.vocab;
+    }
+  }
+
+  // Adds the children that a pass promises, and makes the best of them the next level.
+  void extend(Sapling& s, const float* logits, const float* features) {
+    const Draft& draft = *s.draft;
+    int made = (int)s.tree.token.size();
+    std::vector<Choice> choices;
+    for (size_t i = 0; i < s.level.size(); i++) {
+      int depth = s.tree.depth[(size_t)s.level[i]];
+      choose(draft, logits + i * (size_t)model.vocab, model.vocab, depth, choices);
+      for (const Choice& c : choices)
+        s.tree.add(draft.ids ? draft.ids[c.token] : c.token, s.level[i], c.chance);
+    }
+    s.written += (int)s.tokens.size();
+    s.tree.advance(draft, made);
+    if (!s.tree.frontier.empty()) next_level(s, features);
+  }
+
+  // What the rows of a pass see: the rows before them, or their ancestors in the tree.
+  void set_paths(const std::vector<Sapling*>& growing, const std::vector<Segment>& segments) {
+    path.clear();
     past.clear();
-    int base = draft.cached + draft.prefix;
-    for (int i = 0; i < segment.prefix; i++) {
-      int visible = segment.cached + i + 1;
-      path[(size_t)i] = {0, visible, visible, nullptr};
-    }
     std::vector<size_t> start;
-    for (size_t i = 0; i < level.size(); i++) {
-      start.push_back(past.size());
-      for (int node = level[i]; node >= 0; node = tree.parent[(size_t)node])
-        past.push_back(row_of[(size_t)node]);
-      std::reverse(past.begin() + (long)start[i], past.end());
-      int visible = base + (int)(past.size() - start[i]);
-      path[(size_t)segment.prefix + i] = {0, visible, base, nullptr};
+    for (size_t at = 0; at < growing.size(); at++) {
+      const Sapling& s = *growing[at];
+      const Segment& segment = segments[at];
+      int base = s.draft->cached + s.draft->prefix;
+      for (int i = 0; i < segment.prefix; i++) {
+        int visible = segment.cached + i + 1;
+        path.push_back({(int)at, visible, visible, nullptr});
+        start.push_back(0);
+      }
+      for (int leaf : s.level) {
+        start.push_back(past.size());
+        for (int node = leaf; node >= 0; node = s.tree.parent[(size_t)node])
+          past.push_back(s.row_of[(size_t)node]);
+        std::reverse(past.begin() + (long)start.back(), past.end());
+        int visible = base + (int)(past.size() - start.back());
+        path.push_back({(int)at, visible, base, nullptr});
+      }
     }
-    for (size_t i = 0; i < level.size(); i++)
-      path[(size_t)segment.prefix + i].past = past.data() + start[i];
+    for (size_t row = 0; row < path.size(); row++)
+      if (path[row].plain < path[row].visible) path[row].past = past.data() + start[row];
   }
 
   // The frontier becomes the level: its tokens, its parents' states and its cache rows.
-  void next_level(const Draft& draft, const Growth& tree, std::vector<int>& level,
-                  std::vector<int32_t>& row_of, int written, const std::vector<float>& features,
-                  int rows, std::vector<int32_t>& tokens, std::vector<float>& states) {
-    int width = model.width, first = rows - (int)level.size();
-    tokens.clear();
-    states.resize(tree.frontier.size() * (size_t)width);
-    row_of.resize(tree.token.size(), -1);
-    for (size_t i = 0; i < tree.frontier.size(); i++) {
-      int node = tree.frontier[i];
-      int parent = tree.parent[(size_t)node];
-      size_t at = (size_t)(std::find(level.begin(), level.end(), parent) - level.begin());
-      const float* from = features.data() + ((size_t)first + at) * width;
-      float* to = states.data() + i * width;
+  void next_level(Sapling& s, const float* features) {
+    size_t width = (size_t)model.width;
+    s.tokens.clear();
+    s.states.resize(s.tree.frontier.size() * width);
+    s.row_of.resize(s.tree.token.size(), -1);
+    for (size_t i = 0; i < s.tree.frontier.size(); i++) {
+      int node = s.tree.frontier[i];
+      int parent = s.tree.parent[(size_t)node];
+      size_t at = (size_t)(std::find(s.level.begin(), s.level.end(), parent) - s.level.begin());
+      const float* from = features + at * width;
+      float* to = s.states.data() + i * width;
       std::copy_n(from, width, to);
-      if (draft.norm_output && model.final_norm) {
+      if (s.draft->norm_output && model.final_norm) {
         double squares = 0;
-        for (int c = 0; c < width; c++) squares += (double)from[c] * from[c];
-        float scale = 1.0f / std::sqrt((float)(squares / width) + model.epsilon);
-        for (int c = 0; c < width; c++) to[c] = from[c] * scale * model.final_norm[c];
+        for (size_t c = 0; c < width; c++) squares += (double)from[c] * from[c];
+        float scale = 1.0f / std::sqrt((float)(squares / (double)width) + model.epsilon);
+        for (size_t c = 0; c < width; c++) to[c] = from[c] * scale * model.final_norm[c];
       }
-      tokens.push_back(tree.token[(size_t)node]);
-      row_of[(size_t)node] = written + (int32_t)i;
+      s.tokens.push_back(s.tree.token[(size_t)node]);
+      s.row_of[(size_t)node] = s.written + (int32_t)i;
     }
-    level = tree.frontier;
+    s.level = s.tree.frontier;
   }
 
   // fc [embedding, state] + bias of every row.
@@ -359,7 +406,7 @@ static int guarded(Body&& body) {
   }
 }
 
-EXPORT int outrider_abi_version() { return 3; }
+EXPORT int outrider_abi_version() { return 4; }
 
 // The instruction set in use, or an empty string where there is none for this machine.
 EXPORT const char* outrider_isa() { return chosen() ? chosen()->name : ""; }
@@ -410,8 +457,8 @@ EXPORT Plan* outrider_plan_new(const Model* model) {
 }
 EXPORT void outrider_plan_free(Plan* plan) { delete plan; }
 
-EXPORT int outrider_plan_draft(Plan* plan, Draft* draft) {
-  return guarded([&] { plan->draft(*draft); });
+EXPORT int outrider_plan_draft(Plan* plan, Draft* drafts, int32_t count) {
+  return guarded([&] { plan->draft(drafts, count); });
 }
 EXPORT int outrider_plan_run(Plan* plan, const Pass* pass) {
   return guarded([&] { plan->run(*pass); });

@@ -35,8 +35,8 @@ from outrider.models.heads.kernels import (
     round_weight,
 )
 from outrider.models.native import (
+    DraftJob,
     DraftNodes,
-    DraftRows,
     DraftRule,
     NativeLayer,
     NativeTransformer,
@@ -172,10 +172,10 @@ class EagleModel:
             fc_bias=self._vectors["fc.bias"] if first else None,
         )
 
-    def draft(self, cache: KVCache, slot: int, rows: DraftRows, rule: DraftRule) -> DraftNodes:
-        """Grow a whole tree in one call of the native kernels, by a completed rule."""
+    def draft(self, cache: KVCache, jobs: Sequence[DraftJob]) -> list[DraftNodes]:
+        """Grow whole trees in one call of the native kernels, by completed rules."""
         assert isinstance(self._decoder, NativeTransformer)
-        return self._decoder.draft(cache, slot, rows, rule)
+        return self._decoder.draft(cache, jobs)
 
     def _inputs(self, tokens_M: Tensor, states_MH: Tensor) -> Tensor:
         config = self.config
