@@ -101,6 +101,9 @@ def test_a_run_goes_on_from_a_head(home: Path, tmp_path: Path) -> None:
         assert head.provenance["started_from"]["style"] == "eagle3"
         for name, value in one.tensors.items():
             torch.testing.assert_close(head.tensors[name], value, rtol=1e-2, atol=1e-4)
+    other = RunConfig("draft_model", 90, still, gate_steps=0, start=tmp_path / "one")
+    with pytest.raises(InvalidParameter, match="leave it out"):
+        train_head(model, data, other, work=tmp_path / "w-small", out=tmp_path / "small")
 
 
 # ----------------------------------------------------------------------------------------- losses

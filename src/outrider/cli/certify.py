@@ -266,10 +266,9 @@ def _embedded_distribution(
 
 
 def _embedded_features(loaded: Loaded, subject: Subject) -> list[dict[str, str]]:
-    from outrider.backends.embedded import EmbeddedBackend
     from outrider.engine import Engine, EngineConfig
     from outrider.evaluate.certify_features import probe_features
-    from outrider.serve.forced import ForcedCalls
+    from outrider.serve.forced import whole_backend
 
     context = min(256, loaded.target.context_length)
     drafters = {} if subject.drafter == "none" else {subject.drafter: subject.build(1, context)}
@@ -281,8 +280,7 @@ def _embedded_features(loaded: Loaded, subject: Subject) -> list[dict[str, str]]
     )
 
     async def run() -> list[dict[str, str]]:
-        text, force = loaded.tokenizer, ForcedCalls(loaded.tokenizer)
-        backend = EmbeddedBackend(engine, text, drafter=subject.drafter, force=force)
+        backend = whole_backend(engine, loaded.tokenizer, drafter=subject.drafter)
         try:
             return [feature.to_dict() for feature in await probe_features(backend)]
         finally:

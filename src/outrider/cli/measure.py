@@ -174,12 +174,11 @@ class Embedded:
 
     @contextlib.asynccontextmanager
     async def __call__(self, setting: Setting) -> AsyncIterator[Backend]:
-        from outrider.backends.embedded import EmbeddedBackend
         from outrider.backends.settings import drafter_spec
         from outrider.drafters.table import Setting as Place
         from outrider.drafters.table import build_drafter
         from outrider.engine import Engine, EngineConfig
-        from outrider.serve.forced import ForcedCalls
+        from outrider.serve.forced import whole_backend
 
         loaded = self._loaded()
         slots = max(load.concurrency if load.shape == "closed" else 8 for load in self.plan.loads)
@@ -199,8 +198,7 @@ class Embedded:
             max_depth=usual.max_depth if depth is None else depth,
         )
         engine = Engine(loaded.target, drafters=drafters, tokenizer=loaded.tokenizer, config=config)
-        text, force = loaded.tokenizer, ForcedCalls(loaded.tokenizer)
-        backend = EmbeddedBackend(engine, text, drafter=spec, force=force)
+        backend = whole_backend(engine, loaded.tokenizer, drafter=spec)
         try:
             yield backend
         finally:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 
 from outrider.backends.base import Ask, UnsupportedOption
-from outrider.backends.embedded import ForcedCall
+from outrider.backends.embedded import EmbeddedBackend, ForcedCall
+from outrider.engine import Engine
 from outrider.models.tokenizer import TextModel
 from outrider.serve import plan
 from outrider.serve.config import Limits
@@ -17,6 +18,11 @@ from outrider.serve.errors import ApiError
 from outrider.serve.reader import CallArguments, CallStart
 from outrider.serve.schema import ChatRequest, parse
 from outrider.serve.tools import find_format, knows_tools
+
+
+def whole_backend(engine: Engine, text: TextModel, *, drafter: str) -> EmbeddedBackend:
+    """The embedded backend with forced tool calls; see `EmbeddedBackend`."""
+    return EmbeddedBackend(engine, text, drafter=drafter, force=ForcedCalls(text))
 
 
 class ForcedCalls:

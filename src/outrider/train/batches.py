@@ -53,11 +53,6 @@ class Batch:
         token = self.tokens.gather(1, guessed.clamp(max=length).expand(len(self.tokens), -1))
         return inside & known[token]
 
-    def counting(self, steps: int) -> Tensor:
-        """Bool [B, L]: rows of which some guess counts within ``steps``, whatever its token."""
-        row = torch.arange(self.tokens.shape[1] - 1, device=self.tokens.device)[None]
-        return (row + 1 + steps >= self.prompt_lengths[:, None]) & (row + 2 < self.lengths[:, None])
-
     def guessed(self, rows_BL: Tensor, step: int) -> Tensor:
         """[N]: the tokens that ``rows_BL`` guess at ``step``."""
         which, row = rows_BL.nonzero(as_tuple=True)

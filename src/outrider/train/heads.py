@@ -175,7 +175,7 @@ class HeadModule(nn.Module):
 
 def split(x: Tensor, size: int) -> Tensor:
     """The last axis [.. N * E] as two, [.., N, E]."""
-    return x.view(*x.shape[:-1], -1, size)
+    return x.view(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def _attend(
     """[N, A, E] of A query heads: the first step's keys causally, later steps' of the row alone."""
     batch, length, kv, size = k_BLKE.shape
     group, scale = q_NAE.shape[1] // kv, 1.0 / math.sqrt(size)
-    q_NKGE = q_NAE.view(-1, kv, group, size)
+    q_NKGE = q_NAE.view(len(q_NAE), kv, group, size)
     q = rows.put(q_NKGE).permute(0, 2, 3, 1, 4).reshape(batch, kv, group * length, size)
     k, v = k_BLKE.transpose(1, 2), v_BLKE.transpose(1, 2)
     scores = (q @ k.transpose(-1, -2)).view(batch, kv, group, length, length).float() * scale

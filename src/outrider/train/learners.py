@@ -129,11 +129,11 @@ class HeadLearner:
             features = final[:, :, None]
         teacher = _Teacher(batch, final, self.frozen.head)
         found, agreement = [], []
-        counts = batch.counting(config.unroll)
+        supervised = [batch.supervised(step, self._known) for step in range(config.unroll)]
+        counts = torch.stack(supervised).any(0)
         steps = unroll(self.module, self.frozen, batch.tokens, features, config.unroll, counts)
-        for step, normed_all in enumerate(steps):
-            rows = batch.supervised(step, self._known)
-            normed = normed_all[rows[counts]]
+        for step, (rows, normed_N) in enumerate(zip(supervised, steps, strict=True)):
+            normed = normed_N[rows[counts]]
             wanted = teacher.logits(rows, step)
             guess = self.module.logits(normed, self.frozen)
             loss = config.soft_weight * mean(soft_loss(guess, wanted, config.loss))

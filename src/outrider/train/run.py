@@ -126,6 +126,7 @@ class Job:
         known: bool [V], tokens that it can guess.
         write: its files, from the best tensors and a provenance.
         finish: last measurements on the best tensors, for the provenance.
+        origin: for the provenance, how the head was made that the run goes on from.
     """
 
     make: Callable[[], Learner]
@@ -133,6 +134,7 @@ class Job:
     known: Tensor
     write: Callable[[dict[str, Tensor], dict[str, Any]], None]
     finish: Callable[[dict[str, Tensor], Evaluation], dict[str, Any]] = lambda tensors, ev: {}
+    origin: dict[str, Any] = field(default_factory=dict)
 
 
 def overfit_gate(
@@ -327,7 +329,7 @@ def train_head(
     best, _ = checkpoint.load(work / BEST)
     extra = job.finish(best, evaluate)
     ours = _provenance(config, data, loop, facts, time.perf_counter() - begin)
-    job.write(best, {**ours, **extra, **(provenance or {})})
+    job.write(best, {**ours, **job.origin, **extra, **(provenance or {})})
     write_report(read_log(work), out / REPORT, title=title)
     return Outcome(out, loop.best, loop.step, loop.steps)
 
@@ -429,7 +431,14 @@ def _head_job(
         known_tokens(draft_tokens, target.vocab_size),
         write,
         calibrate if config.style == "medusa" else lambda tensors, evaluate: {},
+        {} if former is None else {"started_from": _made(former)},
     )
+
+
+def _made(head: Head) -> dict[str, Any]:
+    """What a successor's provenance says of how a head was made."""
+    kept = ("date", "style", "data", "train", "steps")
+    return {key: head.provenance[key] for key in kept if key in head.provenance}
 
 
 def _draft_tokens(
@@ -456,6 +465,11 @@ def _draft_model_job(
     facts: TargetFacts,
     out: Path,
 ) -> Job:
+    if config.start is not None:
+        raise InvalidParameter(
+            f"start is {config.start}; a draft model starts from its target's own layers: "
+            "leave it out"
+        )
     small, start = first_layers(loaded.source, config.layers)
     every = torch.arange(target.vocab_size)
     frozen: Frozen = frozen_parts(target, target_head_rows(target, loaded.source, every))
@@ -501,7 +515,6 @@ def _provenance(
             "source": config.data_source,
         },
         "train": asdict(config.train),
-        **({} if config.start is None else {"started_from": _ancestor(config.start)}),
         "steps": loop.steps,
         "best": loop.best,
         "seconds_of_last_session": round(seconds),
@@ -509,12 +522,6 @@ def _provenance(
         "torch": torch.__version__,
         "licence": "Apache-2.0",
     }
-
-
-def _ancestor(folder: Path) -> dict[str, Any]:
-    """How the head that a run went on from was made."""
-    made = read_head(folder).provenance
-    return {key: made[key] for key in ("date", "style", "data", "train", "steps") if key in made}
 
 
 def read_log(work: Path) -> list[dict[str, Any]]:

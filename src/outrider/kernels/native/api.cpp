@@ -133,7 +133,12 @@ struct Plan {
         path[row] = {s, base + (int)(past.size() - start[row]), base, nullptr};
       }
     }
-    for (int row = 0; row < pass.rows; row++)
+    link_past(start);
+  }
+
+  // Lets every row that skips positions find its own in `past`, which has stopped growing.
+  void link_past(const std::vector<size_t>& start) {
+    for (size_t row = 0; row < path.size(); row++)
       if (path[row].plain < path[row].visible) path[row].past = past.data() + start[row];
   }
 
@@ -333,8 +338,7 @@ struct Plan {
         path.push_back({(int)at, visible, base, nullptr});
       }
     }
-    for (size_t row = 0; row < path.size(); row++)
-      if (path[row].plain < path[row].visible) path[row].past = past.data() + start[row];
+    link_past(start);
   }
 
   // The frontier becomes the level: its tokens, its parents' states and its cache rows.
