@@ -12,7 +12,7 @@ DEV     := $(VENV)/.dev-installed
 INPUTS  := pyproject.toml constraints.txt setup.py $(wildcard src/outrider/kernels/native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm check bench bench-peers docs dist clean
+.PHONY: help setup demo test test-vllm check sanitize bench bench-peers docs dist clean
 
 help:  ## List the commands.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,17 @@ check: $(DEV)  ## Lint, check the format and the types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A build of its own, so that the one in use stays as it is. PyTorch itself leaks at exit.
+SANITISED := build/sanitised
+sanitize: $(DEV)  ## Run the tests of the native kernels under the address and undefined-behaviour sanitizers.
+	OUTRIDER_NATIVE=require OUTRIDER_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build \
+		--build-base build/sanitising --build-lib $(SANITISED)
+	PYTHONPATH=$(SANITISED) OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
+		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
+		$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_native_fuzz.py \
+		tests/unit/test_native_linear.py tests/unit/test_native_model.py tests/unit/test_heads_eagle.py
 
 bench: $(RUN)  ## A short benchmark on the built-in workloads.
 	$(BIN)/outrider bench --target smollm2-135m --drafters none,suffix \
