@@ -7,10 +7,11 @@ import random
 
 import pytest
 
-from outrider.core.tree import DraftTree
+from outrider.core.tree import NO_PARENT, DraftTree
 from outrider.drafters.acceptance import AcceptanceTable, Outcome, outcomes
 from outrider.engine.budget import (
     PROBE_FIRST,
+    WORTH_A_PASS,
     CostBudget,
     CostTable,
     DraftCost,
@@ -18,6 +19,7 @@ from outrider.engine.budget import (
     Subject,
     choose,
     depth_limit,
+    least_chance,
 )
 
 FLAT = CostTable({1: 10.0, 8: 11.0, 16: 15.0}, host_ms=0.5)  # nothing here teaches it
@@ -122,10 +124,64 @@ def test_depth_limit_weighs_acceptance_against_drafting() -> None:
     for _ in range(200):
         good.update([Outcome(d, 0.5, True) for d in range(1, 8)])
         bad.update([Outcome(d, 0.5, False) for d in range(1, 8)])
-    cheap, dear = DraftCost(depth_ms=0.5), DraftCost(depth_ms=20.0)
-    assert depth_limit(good, FLAT, draft=cheap, rows=1, limit=7) == 7
-    assert depth_limit(bad, FLAT, draft=cheap, rows=1, limit=7) == 0
-    assert depth_limit(good, FLAT, draft=dear, rows=1, limit=7) == 0
+    cheap, dear = DraftCost(level_ms=0.5), DraftCost(level_ms=20.0)
+    assert depth_limit(good, FLAT, draft=cheap, limit=7) == 7
+    assert depth_limit(bad, FLAT, draft=cheap, limit=7) == 0
+    assert depth_limit(good, FLAT, draft=dear, limit=7) == 0
+
+
+def test_rows_of_prompts_do_not_make_guesses_look_cheap() -> None:
+    """A pass that is dear because of prompts must not pay for guesses that cost what they cost."""
+    costs = CostTable({1: 4.0, 8: 4.0, 16: 8.0, 32: 16.0, 64: 32.0, 128: 64.0})
+    offers = [Offer(DraftTree((0, 1), (NO_PARENT, 0)), [1.0, 0.5]) for _ in range(4)]
+    alone = choose(offers, costs, other_rows=0, draft_ms=0.0)
+    beside = choose(offers, costs, other_rows=60, draft_ms=0.0)
+    assert [len(tree) for tree in alone] == [2, 2, 2, 2]  # eight rows cost what four do
+    assert [len(tree) for tree in beside] == [1, 1, 1, 1]  # half a millisecond for half a token
+    assert costs.decoding(4, guesses=0, other_rows=60) == costs.verify(4)
+    assert costs.decoding(4, guesses=8, other_rows=60) == pytest.approx(4.0 + 8 * 0.5)
+    table = AcceptanceTable()
+    for _ in range(200):
+        table.update([Outcome(1, 0.5, hit) for hit in (True, False, False, False)])
+    assert depth_limit(table, costs, draft=DraftCost(), limit=4, sequences=4) > 0
+    assert depth_limit(table, costs, draft=DraftCost(), limit=4, sequences=4, other_rows=60) == 0
+
+
+def test_the_chance_that_a_guess_must_have_follows_the_price_of_rows() -> None:
+    costs = CostTable({1: 4.0, 8: 4.0, 16: 8.0, 32: 16.0, 64: 32.0})
+    assert least_chance(costs, 0, other_rows=9) == 0.0
+    assert least_chance(costs, 1, other_rows=0) == 0.0  # the second row is free
+    assert least_chance(costs, 16, other_rows=0) == 1.0  # twice the rows, twice the time
+    assert least_chance(costs, 4, other_rows=40) == pytest.approx(4 * 0.5 / 4.0)
+    budget = CostBudget(costs, nodes=8, depth=4)
+    few = budget.limits([Subject(0, "d", 9)], other_rows=0)
+    many = budget.limits([Subject(i, "d", 9) for i in range(16)], other_rows=0)
+    assert few[0].least == WORTH_A_PASS < many[0].least == 1.0
+
+
+def test_many_sequences_do_not_try_a_dear_drafter_more_often_than_one_does() -> None:
+    """A drafter that does not pay costs all of them whenever one tries it."""
+
+    def tries(sequences: int, level_ms: float) -> int:
+        budget = CostBudget(STEEP, nodes=8, depth=4)
+        for _ in range(8):
+            budget.spent("d", 1.0 + 4 * level_ms, 4)
+            budget.spent("d", 1.0 + level_ms, 1)
+        subjects = [Subject(i, "d", 99) for i in range(sequences)]
+        found = 0
+        for _ in range(16 * 16):
+            limits = budget.limits(subjects, other_rows=0)
+            found += sum(limit.depth > 0 for limit in limits)
+            trees = [DraftTree.chain([0] * (1 + limit.depth)) for limit in limits]
+            budget.cut(subjects, trees, other_rows=0, draft_ms=1.0)
+            for subject, tree in zip(subjects, trees, strict=True):
+                if len(tree) > 1:
+                    budget.learn(subject, tree, [1])
+        return found
+
+    one, many = tries(1, level_ms=3.0), tries(8, level_ms=3.0)
+    assert 0 < one and 0 < many <= 2 * one
+    assert tries(8, level_ms=0.0) > 2 * many  # what costs nothing is tried by each
 
 
 def test_the_first_slow_proposals_of_a_process_do_not_silence_a_drafter() -> None:
@@ -155,7 +211,7 @@ def test_draft_cost_tells_base_from_slope() -> None:
     cost = DraftCost()
     for depth in (1, 5, 3, 8, 2, 6, 4, 7):
         cost.learn(depth, 2.0 + 0.5 * depth)
-    assert cost.base_ms == pytest.approx(2.0) and cost.depth_ms == pytest.approx(0.5)
+    assert cost.base_ms == pytest.approx(2.0) and cost.level_ms == pytest.approx(0.5)
     constant = DraftCost()
     for _ in range(5):
         constant.learn(4, 3.0)
@@ -215,7 +271,7 @@ def test_many_sequences_pay_for_all_their_guesses(sequences: int, asked: bool) -
         drafting = [subject for subject, limit in zip(subjects, limits, strict=True) if limit.depth]
         budget.cut(subjects, trees, other_rows=0, draft_ms=0.0)
         if drafting:
-            budget.spent("d", 0.4 * len(drafting), 3)
+            budget.spent("d", 1.2 * len(drafting), 3 * len(drafting))
             for subject in drafting:
                 budget.learn(subject, tree, [1, 9] if step % 2 else [9])
     assert (sum(map(bool, depths[-100:])) > 90) is asked

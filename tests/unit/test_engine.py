@@ -264,16 +264,50 @@ def test_features_reach_the_drafter_for_every_cached_row_once() -> None:
     oracle = OracleDrafter(target, layers=(3, 1))
     engine = make(target, drafter=oracle, prefill_chunk=4)
     [result] = engine.generate([[1, 2, 3, 4, 5, 6, 7]], GREEDY, drafter="d")
+    check_features(oracle.commits, result, target)
+    assert oracle.commits[0].features is None
+
+
+def check_features(commits: Sequence[Commit], result: Completion, target: TableTarget) -> None:
+    """All rows of an answer but the last token's, each once and right."""
     tokens = [*result.prompt, *result.tokens]
-    assert [t for c in oracle.commits for t in c.tokens] == tokens
+    assert [t for c in commits for t in c.tokens] == tokens
     position = 0
-    for commit in oracle.commits[1:]:
-        assert commit.features is not None and commit.features_from == position
+    for commit in commits:
+        if commit.features is None:
+            continue
+        assert commit.features_from == position
         for row in commit.features:
             position += 1
             expected = target.exact_features(tokens[:position], (3, 1))
             assert torch.equal(row, expected)
     assert position == len(tokens) - 1
+
+
+def test_a_reused_prefix_brings_its_features_along() -> None:
+    """A drafter that reads the target's states sees every row, whoever had it computed."""
+    target = TableTarget(context_length=200)
+    oracle = OracleDrafter(target, layers=(3, 1))
+    engine = make(target, drafter=oracle, slots=1, prefill_chunk=4)
+    prompt = list(range(10)) * 4
+
+    def ask(prompt: list[int], drafter: str) -> int:
+        """Passes that the prompt took beside the first that decodes."""
+        oracle.commits.clear()
+        [result] = engine.generate([prompt], GREEDY, drafter=drafter)
+        if drafter == "d":
+            check_features(oracle.commits, result, target)
+            assert sum(s.accepted for s in result.steps) > 0
+        return sum(s.reason == "prefill" for s in result.steps)
+
+    assert ask(prompt, "d") == 9
+    assert ask([*prompt[:30], 1, 1], "d") == 0  # takes over 30 rows
+    assert oracle.commits[0].features is not None and len(oracle.commits[0].features) == 30
+    assert ask([*prompt[:12], 2], "d") == 0
+    assert oracle.commits[0].features is not None and len(oracle.commits[0].features) == 12
+    assert ask([*prompt[:12], 3], "none") == 0  # plain decoding needs no features
+    assert ask([*prompt[:12], 4], "d") == 2  # and leaves none behind
+    assert oracle.commits[0].features is None
 
 
 def test_prefix_reuse_skips_work_within_a_tenant_only() -> None:

@@ -246,6 +246,6 @@ def test_words_of_the_command_line():
     assert budget_plans("4,8", None) == [BudgetPlan(4, 4), BudgetPlan(8, 8)]
     assert budget_plans("4,8", "6,2") == [BudgetPlan(4, 2), BudgetPlan(8, 6), BudgetPlan(8, 2)]
     cost = draft_costs(["a=b=0.5+1"], ["a=b"])["a=b"]
-    assert (cost.base_ms, cost.depth_ms) == (0.5, 1.0)
+    assert (cost.base_ms, cost.level_ms) == (0.5, 1.0)
     with pytest.raises(InvalidParameter):
         draft_costs(["suffix=-1"], ["suffix"])

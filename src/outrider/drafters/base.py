@@ -40,7 +40,8 @@ class Commit:
     """Tokens of one sequence that are now certain.
 
     Attributes:
-        sequence: the sequence's id. Its first commit carries the prompt.
+        sequence: the sequence's id. Its first commit carries the prompt, and the features of
+            rows that are in the cache already.
         tokens: the newly committed tokens.
         tenant: whom the sequence belongs to; stores must never mix tenants.
         features: [R, F, D] of the rows that are now in the target's cache, from position

@@ -40,23 +40,30 @@ class _Known:
 
     Attributes:
         tokens: all committed tokens.
-        states: [R, H] fused states of the rows that are not cached, in pieces.
+        states: [R, H] fused states of the rows that are not cached.
+        features: [R, F, D] of the rows behind those, in the pieces in which they came: a sequence
+            that nobody asks a guess for costs nothing.
         slot: in the head's cache.
     """
 
     tokens: list[int] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
+    states: Tensor | None = None
+    features: list[Tensor] = field(default_factory=list)
     slot: int | None = None
 
-    def pending(self) -> Tensor:
-        """[R, H] as one piece."""
-        if len(self.states) > 1:
-            self.states = [torch.cat(self.states)]
-        return self.states[0]
+    def pending(self, model: EagleModel) -> Tensor:
+        """[R, H] of all rows that are not cached."""
+        if self.features:
+            fused = model.fuse(torch.cat(self.features))
+            self.states = fused if self.states is None else torch.cat([self.states, fused])
+            self.features = []
+        assert self.states is not None
+        return self.states
 
     @property
     def rows(self) -> int:
-        return sum(map(len, self.states))
+        fused = 0 if self.states is None else len(self.states)
+        return fused + sum(map(len, self.features))
 
 
 class EagleDrafter:
@@ -117,7 +124,7 @@ class EagleDrafter:
             known = self._known.setdefault(commit.sequence, _Known())
             known.tokens.extend(commit.tokens)
             if commit.features is not None and len(commit.features):
-                known.states.append(self._model.fuse(commit.features))
+                known.features.append(commit.features)
 
     def forget(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
@@ -153,7 +160,7 @@ class EagleDrafter:
     def _ready(self, growth: Growth) -> bool:
         """Are all states here, and is there room?"""
         known = self._known.get(growth.view.id)
-        if known is None or not known.states:
+        if known is None or not known.rows:
             return False
         cached = 0 if known.slot is None else self._cache.lengths[known.slot]
         if cached + known.rows != len(known.tokens) - 1 or len(known.tokens) > self._length:
@@ -168,12 +175,12 @@ class EagleDrafter:
         """Cache all rows but the last few: what a single draft pass can carry."""
         assert known.slot is not None
         while known.rows > CATCH_UP_CHUNK:
-            pending, start = known.pending(), self._cache.lengths[known.slot]
+            pending, start = known.pending(self._model), self._cache.lengths[known.slot]
             chunk = tuple(known.tokens[start + 1 : start + 1 + CATCH_UP_CHUNK])
             rows = pending[:CATCH_UP_CHUNK]
             self._model.forward([Segment(known.slot, chunk)], rows, self._cache)
             self._cache.keep(known.slot, range(len(chunk)))
-            known.states = [pending[CATCH_UP_CHUNK:]]
+            known.states = pending[CATCH_UP_CHUNK:]
 
     def _grow_natively(self, growths: Sequence[Growth]) -> None:
         """Whole trees in one call; what `_expand` does level by level."""
@@ -182,7 +189,7 @@ class EagleDrafter:
         jobs = [self._job(growth) for growth in growths]
         grown = self._model.draft(self._cache, jobs)
         for growth, job, nodes in zip(growths, jobs, grown, strict=True):
-            self._known[growth.view.id].states = [job.rows.states[-1:]]
+            self._known[growth.view.id].states = job.rows.states[-1:]
             growth.fill(nodes.tokens, nodes.parents, nodes.confidence)
 
     def _job(self, growth: Growth) -> DraftJob:
@@ -198,7 +205,7 @@ class EagleDrafter:
             ends=view.ends,
             noise=growth.noise_keys(),
         )
-        return DraftJob(known.slot, DraftRows(tokens, known.pending()), rule)
+        return DraftJob(known.slot, DraftRows(tokens, known.pending(self._model)), rule)
 
     def _expand(self, growths: Sequence[Growth], states: dict[int, Tensor]) -> None:
         """One pass for all growing trees; each grows by a level. Changes ``states``."""
@@ -208,7 +215,7 @@ class EagleDrafter:
             assert known.slot is not None
             prefix = tuple(known.tokens[self._cache.lengths[known.slot] + 1 : -1])
             segments.append(Segment(known.slot, prefix, growth.pass_tree()))
-            inputs.append(known.pending())
+            inputs.append(known.pending(self._model))
             if len(growth.inner) > 1:
                 inputs.append(states[growth.view.id][growth.parent_rows()])
         passed = self._model.forward(segments, torch.cat(inputs), self._cache)
@@ -218,6 +225,6 @@ class EagleDrafter:
             known = self._known[growth.view.id]
             # True states stay, guesses go; the root stays out until it has a successor.
             self._cache.keep(segment.slot, range(len(segment.prefix)))
-            known.states = [known.pending()[len(segment.prefix) :]]
+            known.states = known.pending(self._model)[len(segment.prefix) :]
             states[growth.view.id] = rows
             growth.grow(logits, self._subset)

@@ -19,7 +19,8 @@ from outrider.drafters.acceptance import AcceptanceTable, outcomes
 from outrider.drafters.base import Commit, Drafter, Needs, NodeBudget, SequenceView
 from outrider.errors import InvalidParameter
 
-LEAST = 0.35  # share of first guesses that come true, below which a costly member is left out
+LEAST = 0.35  # share of first guesses that come true, below which a costly member is left out:
+# this, or the budget's `least` where rows are dearer
 PROBE_EVERY = 24
 SURE = 3.0  # expected accepted guesses of the free members that make a costly one superfluous
 
@@ -58,9 +59,10 @@ class _State:
         self.last: dict[int, DraftTree] = {}
         self._idle = [0] * members
 
-    def worth_asking(self, index: int) -> bool:
+    def worth_asking(self, index: int, least: float) -> bool:
         """Is a member right often enough to be paid for? One that is not is tried now and then."""
-        if self.tables[index].at_level(1) >= LEAST or self._idle[index] >= PROBE_EVERY:
+        enough = self.tables[index].at_level(1) >= max(LEAST, least)
+        if enough or self._idle[index] >= PROBE_EVERY:
             self._idle[index] = 0
             return True
         self._idle[index] += 1
@@ -102,7 +104,10 @@ class HybridDrafter:
                 i
                 for i, merge in enumerate(merges)
                 if not member.cost
-                or (merge.expected < SURE and self._state(views[i].id).worth_asking(index))
+                or (
+                    merge.expected < SURE
+                    and self._state(views[i].id).worth_asking(index, budgets[i].least)
+                )
             ]
             if not asked:
                 continue

@@ -31,6 +31,7 @@ COST_STEP = 1.01
 HOST_STEP = 0.05
 GAIN_STEP = 0.06
 WIDTH_STEP = 0.03
+UNLIKELY = 0.01  # levels that are reached less often do not decide how deep to guess
 WORTH_A_PASS = 0.1  # chance of a path from which on a drafter's pass for it pays (docs/log.md)
 COSTLY_NODES = 16  # a drafter whose nodes cost time need not offer more than a pass can pay for
 STEADY = 3.0  # proposals after which the cost of a drafter is known well enough to see outliers
@@ -66,6 +67,17 @@ class CostTable:
         lower, upper = known[index - 1], known[index]
         slope = (self.verify_ms[upper] - self.verify_ms[lower]) / (upper - lower)
         return self.verify_ms[lower] + max(slope, 0.0) * (rows - lower)
+
+    def decoding(self, sequences: int, *, guesses: int, other_rows: int) -> float:
+        """Milliseconds that a pass of one row per sequence and so many guesses takes for decoding.
+
+        Rows of prompts that travel along are charged to their prompts, at what they add to the
+        pass without guesses: they must be read in some pass anyway, so a guess gains nothing by
+        sharing one with them, and costs what a row costs in so large a pass.
+        """
+        plain = other_rows + sequences
+        prompts = self.verify(plain) - self.verify(sequences)
+        return self.verify(plain + guesses) - prompts
 
     def learn(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
         """Take in one pass: the entries around ``rows`` move a small step towards it.
@@ -107,22 +119,25 @@ def choose(
         draft_ms: time already spent on drafting in this step.
     """
     fixed = {i for i, offer in enumerate(offers) if offer.tree.q}
-    gain = float(len(offers))
-    rows = other_rows + len(offers)
+    gain, guesses = float(len(offers)), 0
     for i in fixed:
         gain += sum(offers[i].chances[1:])
-        rows += len(offers[i].tree) - 1
+        guesses += len(offers[i].tree) - 1
     pool = sorted(
         (-offer.chances[node], offer.tree.depths[node], i, node)
         for i, offer in enumerate(offers)
         if i not in fixed
         for node in range(1, len(offer.tree))
     )
-    spent = costs.host_ms + draft_ms
-    best_rate, best_count = gain / (costs.verify(rows) + spent), 0
+
+    def milliseconds(count: int) -> float:
+        passed = costs.decoding(len(offers), guesses=guesses + count, other_rows=other_rows)
+        return passed + costs.host_ms + draft_ms
+
+    best_rate, best_count = gain / milliseconds(0), 0
     for count, (negative_chance, *_) in enumerate(pool, start=1):
         gain -= negative_chance
-        rate = gain / (costs.verify(rows + count) + spent)
+        rate = gain / milliseconds(count)
         if rate > best_rate:
             best_rate, best_count = rate, count
     kept: list[list[int]] = [[] for _ in offers]
@@ -136,13 +151,25 @@ def choose(
     ]
 
 
+def least_chance(costs: CostTable, sequences: int, *, other_rows: int) -> float:
+    """The chance from which on a guess is worth its row, where each sequence makes one.
+
+    That is the price of the row in tokens: what plain decoding brings in the time that it takes.
+    """
+    if not sequences:
+        return 0.0
+    plain = costs.decoding(sequences, guesses=0, other_rows=other_rows)
+    guessed = costs.decoding(sequences, guesses=sequences, other_rows=other_rows)
+    return (guessed - plain) / (plain + costs.host_ms)
+
+
 def depth_limit(
     table: AcceptanceTable,
     costs: CostTable,
     *,
     draft: DraftCost,
-    rows: int,
     limit: int,
+    other_rows: int = 0,
     width: float = 1.0,
     sequences: int = 1,
 ) -> int:
@@ -151,19 +178,22 @@ def depth_limit(
     Args:
         table: acceptance by level.
         costs: the machine's cost table.
-        draft: what drafting costs, for all sequences together.
-        rows: rows of the pass without guesses.
+        draft: what drafting costs.
         limit: never more than this.
+        other_rows: rows of the pass that are there anyway (prefill).
         width: guesses that are checked per level; 1 for a chain.
         sequences: sequences that are asked for, taken to be alike.
     """
-    best_rate, best = 1.0 / (costs.verify(rows) + costs.host_ms), 0
+    best_rate, best = 1.0 / (costs.verify(sequences) + costs.host_ms), 0
     gain, chance = 1.0, 1.0
     for depth in range(1, limit + 1):
         chance *= table.at_level(depth)
+        if chance < UNLIKELY:
+            break
         gain += chance
-        checked = rows + round(sequences * width * depth)
-        rate = gain / (costs.verify(checked) + costs.host_ms + draft.at(depth))
+        guesses = round(sequences * width * depth)
+        passed = costs.decoding(sequences, guesses=guesses, other_rows=other_rows)
+        rate = gain / (passed + costs.host_ms + draft.at(depth * sequences))
         if rate > best_rate:
             best_rate, best = rate, depth
     return best
@@ -171,14 +201,15 @@ def depth_limit(
 
 @dataclass
 class DraftCost:
-    """What a drafter's proposals cost: a part per proposal and a part per depth.
+    """What a drafter's proposals cost: a part per proposal and a part per level of a tree.
 
-    A straight line through the proposals seen, by least squares with exponential forgetting; both
-    parts are at least 0. Model-free drafters are nearly all base, draft models nearly all slope.
+    The levels of all sequences' trees count together. A straight line through the proposals seen,
+    by least squares with exponential forgetting; both parts are at least 0. Model-free drafters
+    are nearly all base, draft models nearly all slope.
     """
 
     base_ms: float = 0.0
-    depth_ms: float = 0.0
+    level_ms: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     @property
@@ -186,31 +217,31 @@ class DraftCost:
         """Have enough proposals been seen to judge by?"""
         return self._sums[0] >= STEADY
 
-    def learn(self, depth: int, milliseconds: float) -> None:
+    def learn(self, levels: int, milliseconds: float) -> None:
         """Take in one proposal.
 
         One that took far longer than usual counts as a slow one. The first of a process may be the
         slow ones (nothing is in the caches): they are forgotten once a far cheaper one comes.
         """
         if self.is_steady:
-            milliseconds = min(milliseconds, OUTLIER * self.at(depth) + 0.2)
-        if depth and self._sums[0] < YOUNG and OUTLIER * milliseconds + 0.2 < self.at(depth):
+            milliseconds = min(milliseconds, OUTLIER * self.at(levels) + 0.2)
+        if levels and self._sums[0] < YOUNG and OUTLIER * milliseconds + 0.2 < self.at(levels):
             self._sums = [0.0] * 5
-        seen = (1.0, depth, milliseconds, depth * depth, depth * milliseconds)
+        seen = (1.0, levels, milliseconds, levels * levels, levels * milliseconds)
         self._sums = [COST_MEMORY * s + x for s, x in zip(self._sums, seen, strict=True)]
         n, x, y, xx, xy = self._sums
         spread = n * xx - x * x
         slope = (n * xy - x * y) / spread if spread > 1e-6 * n * n else 0.0
-        self.depth_ms = max(0.0, slope)
-        self.base_ms = max(0.0, (y - self.depth_ms * x) / n)
+        self.level_ms = max(0.0, slope)
+        self.base_ms = max(0.0, (y - self.level_ms * x) / n)
 
     def is_free(self, costs: CostTable, depth: int) -> bool:
-        """Does guessing so deep cost next to nothing beside a pass?"""
-        return self.depth_ms * depth <= FREE_SHARE * costs.verify(1)
+        """Does a tree of this depth cost next to nothing beside a pass?"""
+        return self.level_ms * depth <= FREE_SHARE * costs.verify(1)
 
-    def at(self, depth: int) -> float:
-        """Milliseconds of a proposal of ``depth``."""
-        return self.base_ms + self.depth_ms * depth
+    def at(self, levels: int) -> float:
+        """Milliseconds of a proposal of so many levels in all."""
+        return self.base_ms + self.level_ms * levels
 
 
 @dataclass
@@ -249,7 +280,7 @@ class _SequenceMemory:
         self.wait = PROBE_FIRST
         self.idle = 0
 
-    def depth(self, costs: CostTable, *, rows: int, limit: int, sequences: int) -> int:
+    def depth(self, costs: CostTable, *, other_rows: int, limit: int, sequences: int) -> int:
         """How deep to draft now, 0 for not at all. The other sequences are taken to be like this.
 
         Where depth costs next to nothing the drafter may offer all it has, since `choose` cuts what
@@ -258,14 +289,14 @@ class _SequenceMemory:
         """
         cost = self.stats.cost
         if cost.is_free(costs, limit):
-            best = limit if self._pays(costs, rows=rows, sequences=sequences) else 0
+            best = limit if self._pays(costs, other_rows=other_rows, sequences=sequences) else 0
         else:
             best = depth_limit(
                 self.table,
                 costs,
                 draft=cost,
-                rows=rows,
                 limit=limit,
+                other_rows=other_rows,
                 width=self.stats.width,
                 sequences=sequences,
             )
@@ -275,16 +306,17 @@ class _SequenceMemory:
         if not cost.is_steady:  # the first proposals of a process say little
             return min(PROBE_DEPTH, limit)
         self.idle += 1
-        if self.idle < self.wait:
+        if self.idle < self.wait * (1 if cost.is_free(costs, limit) else sequences):
             return 0
         self.wait, self.idle = min(2 * self.wait, PROBE_LAST), 0
         return min(PROBE_DEPTH, limit)
 
-    def _pays(self, costs: CostTable, *, rows: int, sequences: int) -> bool:
+    def _pays(self, costs: CostTable, *, other_rows: int, sequences: int) -> bool:
         """Are more tokens per second to be had with proposals like the last ones than without?"""
-        plain = costs.verify(rows) + costs.host_ms
-        checked = rows + round(sequences * self.nodes)
-        guessed = costs.verify(checked) + costs.host_ms + self.stats.cost.base_ms
+        plain = costs.verify(sequences) + costs.host_ms
+        guesses = round(sequences * self.nodes)
+        passed = costs.decoding(sequences, guesses=guesses, other_rows=other_rows)
+        guessed = passed + costs.host_ms + self.stats.cost.base_ms
         return (1 + self.gain) * plain >= guessed
 
     def learn(self, tree: DraftTree, emitted: Sequence[int]) -> None:
@@ -326,8 +358,8 @@ class Budget(Protocol):
         """The part of each offered tree that the target shall check."""
         ...
 
-    def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
-        """Learn what a proposal of ``depth`` cost."""
+    def spent(self, drafter: str, milliseconds: float, levels: int) -> None:
+        """Learn what a proposal cost, and how many levels its trees had together."""
         ...
 
     def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
@@ -363,7 +395,7 @@ class FixedBudget:
     ) -> list[DraftTree]:
         return list(trees)
 
-    def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
+    def spent(self, drafter: str, milliseconds: float, levels: int) -> None:
         return
 
     def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
@@ -387,15 +419,17 @@ class CostBudget:
         self._sequences: dict[int, _SequenceMemory] = {}
 
     def limits(self, subjects: Sequence[Subject], *, other_rows: int) -> list[NodeBudget]:
-        rows = other_rows + len(subjects)
         budgets = []
+        least = max(WORTH_A_PASS, least_chance(self.costs, len(subjects), other_rows=other_rows))
         for subject in subjects:
             limit = min(self._depth, subject.room)
             memory = self._memory(subject)
-            depth = memory.depth(self.costs, rows=rows, limit=limit, sequences=len(subjects))
+            depth = memory.depth(
+                self.costs, other_rows=other_rows, limit=limit, sequences=len(subjects)
+            )
             free = memory.stats.cost.is_free(self.costs, limit)
             nodes = self._nodes if free else min(self._nodes, COSTLY_NODES)
-            budgets.append(NodeBudget(nodes if depth else 0, depth, least=WORTH_A_PASS))
+            budgets.append(NodeBudget(nodes if depth else 0, depth, least=least))
         return budgets
 
     def cut(
@@ -417,8 +451,8 @@ class CostBudget:
             memory.stats.saw(tree)
         return kept
 
-    def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
-        self._drafters.setdefault(drafter, DrafterStats()).cost.learn(depth, milliseconds)
+    def spent(self, drafter: str, milliseconds: float, levels: int) -> None:
+        self._drafters.setdefault(drafter, DrafterStats()).cost.learn(levels, milliseconds)
 
     def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
         if rows <= max(self.costs.verify_ms):

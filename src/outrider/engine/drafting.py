@@ -148,11 +148,11 @@ class Drafting:
         except Exception as fault:
             self._disable(name, [view.id for view in views], fault)
             return {}
-        depth = max((max(tree.depths) for tree in trees), default=0)
+        levels = sum(max(tree.depths) for tree in trees)
         new = {view.id for view in views} - self._asked
         self._asked |= new
         if not new:  # the first guess for a sequence reads its whole prompt, which no other does
-            self._budget.spent(name, (time.perf_counter() - begin) * 1000, depth)
+            self._budget.spent(name, (time.perf_counter() - begin) * 1000, levels)
         return {view.id: tree for view, tree in zip(views, trees, strict=True)}
 
     def _obey_grammars(

@@ -36,7 +36,7 @@ from outrider.engine.drafting import Drafting, Guess
 from outrider.engine.memory import MemoryPlan, allocating, available_memory
 from outrider.engine.scheduler import Waiting, schedule
 from outrider.engine.sequence import Completion, FinishReason, Sequence, Update
-from outrider.engine.slots import SlotPool
+from outrider.engine.slots import Place, SlotPool
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.kernels.native import owning_the_cores
 from outrider.models.native import NativeTransformer
@@ -98,7 +98,11 @@ class _Running:
     """A sequence with its place in the cache."""
 
     sequence: Sequence
-    slot: int
+    place: Place
+
+    @property
+    def slot(self) -> int:
+        return self.place.slot
 
 
 @dataclass(frozen=True)
@@ -409,11 +413,12 @@ class Engine:
             tenants = Counter(r.sequence.tenant for r in self._running.values())
             sequence = self._waiting.pop(tenants)
             sequence.clock.started = time.perf_counter()
-            # A drafter that needs features must see every prompt row, so nothing is reused.
-            reuse = not self.drafters[sequence.drafter].needs.layers
-            slot = self._pool.take(sequence.tokens, tenant=sequence.tenant, reuse=reuse)
-            self._running[sequence.id] = _Running(sequence, slot)
-            prompt = Commit(sequence.id, tuple(sequence.tokens), sequence.tenant)
+            layers = self.drafters[sequence.drafter].needs.layers
+            place = self._pool.take(sequence.tokens, tenant=sequence.tenant, layers=layers)
+            self._running[sequence.id] = _Running(sequence, place)
+            pieces = place.features.pieces
+            reused = torch.cat(pieces) if pieces else None
+            prompt = Commit(sequence.id, tuple(sequence.tokens), sequence.tenant, reused)
             self._drafting.observe(sequence.drafter, prompt)
         for sequence in self._waiting.expired(time.perf_counter()):
             waited = f"no slot became free within {self.config.patience_s:g} s; try again later"
@@ -510,7 +515,7 @@ class Engine:
             self._drafting.learn(sequence, item.guess, update.tokens)
         self._cache.keep(running.slot, kept_rows)
         tokens = result.update.tokens if result.update else ()
-        self._observe(sequence, tokens, rows.features, layers, kept_rows, first_row)
+        self._observe(running, tokens, rows.features, layers, kept_rows, first_row)
         return result
 
     def _verdict(self, sequence: Sequence, tree: DraftTree, logits_NV: Tensor) -> Verdict:
@@ -542,18 +547,21 @@ class Engine:
 
     def _observe(
         self,
-        sequence: Sequence,
+        running: _Running,
         tokens: tuple[int, ...],
         features: Tensor | None,
         layers: tuple[int, ...],
         kept_rows: list[int],
         first_row: int,
     ) -> None:
+        sequence = running.sequence
         wanted = self.drafters[sequence.drafter].needs.layers
         rows = None
         if features is not None and wanted:
-            picked = [layers.index(layer) for layer in wanted]
-            rows = features[kept_rows][:, picked]
+            rows = features[kept_rows]
+            if wanted != layers:
+                rows = rows[:, [layers.index(layer) for layer in wanted]]
+            self._pool.keep(running.place, rows)
         commit = Commit(sequence.id, tokens, sequence.tenant, rows, first_row)
         self._drafting.observe(sequence.drafter, commit)
 
@@ -600,7 +608,7 @@ class Engine:
         sequence = running.sequence
         sequence.clock.finished = time.perf_counter()
         del self._running[sequence.id]
-        self._pool.give_back(running.slot, sequence.tokens, tenant=sequence.tenant)
+        self._pool.give_back(running.place, sequence.tokens, tenant=sequence.tenant)
         self._drafting.forget(sequence)
         self._finished[sequence.id] = sequence.completion()
 
@@ -631,9 +639,13 @@ class Engine:
         config = self.config
         length = self.context + config.max_nodes + 1
         rows = config.slots * (1 + config.max_nodes)
+        drafters = sum(d.needs.memory_bytes for d in self.drafters.values())
+        if config.reuse_prefix:
+            layers = max(len(d.needs.layers) for d in self.drafters.values())
+            drafters += config.slots * self.context * layers * self.target.width * 4
         return MemoryPlan(
             cache=self.target.cache_shape.nbytes(config.slots, length),
-            drafters=sum(d.needs.memory_bytes for d in self.drafters.values()),
+            drafters=drafters,
             logits=rows * self.target.vocab_size * 4,
             available=available_memory(self.target.device),
         )

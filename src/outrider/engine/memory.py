@@ -24,7 +24,7 @@ class MemoryPlan:
 
     Attributes:
         cache: the target's keys and values.
-        drafters: what drafters allocate beside their weights.
+        drafters: what drafters allocate beside their weights, and features kept for them.
         logits: the largest pass's logits.
         available: free memory on the device; 0 where it cannot be told.
     """

@@ -1,22 +1,66 @@
 """Which slot of the cache a request gets, and what it can reuse there.
 
 A freed slot keeps its rows until it is needed, so a request that continues an earlier conversation
-finds its prefix cached. Rows are shared within a tenant only.
+finds its prefix cached. Rows are shared within a tenant only. A drafter that reads the target's
+states must be given those of the reused rows as well; they are kept beside the rows.
+
+Shapes: R rows, F features, D width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from outrider.models.cache import KVCache
 
 
+@dataclass
+class RowFeatures:
+    """Hidden states of a slot's rows, from the first on.
+
+    Attributes:
+        layers: which layers they enter; none for drafters that need none.
+        pieces: [R, F, D] each, as they came.
+    """
+
+    layers: tuple[int, ...] = ()
+    pieces: list[Tensor] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def cut(self, rows: int) -> None:
+        """Keep the first rows alone."""
+        if rows < self.rows:
+            self.pieces = [torch.cat(self.pieces)[:rows].clone()] if rows else []
+
+
+@dataclass(frozen=True)
+class Place:
+    """A slot of the cache, with the features of the rows that it holds."""
+
+    slot: int
+    features: RowFeatures
+
+
 @dataclass(frozen=True)
 class _Freed:
-    slot: int
+    place: Place
     tokens: tuple[int, ...]
     tenant: str
+
+    def match(self, prompt: Sequence[int], tenant: str, layers: tuple[int, ...]) -> int:
+        """Rows that a request can take over; its last token is read anew, for its logits."""
+        features = self.place.features
+        if tenant != self.tenant or (layers and layers != features.layers):
+            return 0
+        length = common_prefix(self.tokens, prompt[:-1])
+        return min(length, features.rows) if layers else length
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -31,34 +75,49 @@ class SlotPool:
     def __init__(self, cache: KVCache, *, reuse: bool) -> None:
         self._cache = cache
         self._reuse = reuse
-        self._free = [_Freed(slot, (), "") for slot in range(cache.slots)]
+        self._free = [_emptied(slot) for slot in range(cache.slots)]
 
     def __len__(self) -> int:
         return len(self._free)
 
-    def take(self, prompt: Sequence[int], *, tenant: str, reuse: bool) -> int:
+    def take(self, prompt: Sequence[int], *, tenant: str, layers: tuple[int, ...]) -> Place:
         """A free slot whose cached rows are a prefix of ``prompt`` without its last token.
 
         Changes the cache: rows behind the common prefix are forgotten. Picks the longest match,
         and the slot that was freed longest ago where nothing matches.
+
+        Args:
+            layers: whose features the request's drafter needs, for the reused rows too.
         """
         best, length = self._free[0], 0
-        if reuse and self._reuse:
+        if self._reuse:
             for freed in self._free:
-                match = common_prefix(freed.tokens, prompt[:-1]) if freed.tenant == tenant else 0
+                match = freed.match(prompt, tenant, layers)
                 if match > length:
                     best, length = freed, match
         self._free.remove(best)
-        self._cache.truncate(best.slot, length)
-        return best.slot
+        self._cache.truncate(best.place.slot, length)
+        if not length or not layers:
+            return Place(best.place.slot, RowFeatures(layers))
+        best.place.features.cut(length)
+        return best.place
 
     def forget_rows(self) -> None:
         """Forget the rows of all free slots. Changes the cache; nothing is reused afterwards."""
-        self._free = [_Freed(freed.slot, (), "") for freed in self._free]
+        self._free = [_emptied(freed.place.slot) for freed in self._free]
         for freed in self._free:
-            self._cache.truncate(freed.slot, 0)
+            self._cache.truncate(freed.place.slot, 0)
 
-    def give_back(self, slot: int, tokens: Sequence[int], *, tenant: str) -> None:
+    def keep(self, place: Place, features_RFD: Tensor) -> None:
+        """Note the features of rows that were added to a slot in use."""
+        if self._reuse:
+            place.features.pieces.append(features_RFD)
+
+    def give_back(self, place: Place, tokens: Sequence[int], *, tenant: str) -> None:
         """Free a slot; its committed rows stay for reuse."""
-        kept = tuple(tokens[: self._cache.lengths[slot]])
-        self._free.append(_Freed(slot, kept, tenant))
+        kept = tuple(tokens[: self._cache.lengths[place.slot]])
+        self._free.append(_Freed(place, kept, tenant))
+
+
+def _emptied(slot: int) -> _Freed:
+    return _Freed(Place(slot, RowFeatures()), (), "")

@@ -91,8 +91,8 @@ class GivenDraftTimes:
         given = max((given_ms(self._cost, tree) for tree in trees), default=0.0)
         return self._budget.cut(subjects, trees, other_rows=other_rows, draft_ms=given)
 
-    def spent(self, drafter: str, milliseconds: float, depth: int) -> None:
-        self._budget.spent(drafter, self._cost.at(depth), depth)
+    def spent(self, drafter: str, milliseconds: float, levels: int) -> None:
+        self._budget.spent(drafter, self._cost.at(levels), levels)
 
     def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
         self._budget.passed(rows, verify_ms=verify_ms, host_ms=host_ms)

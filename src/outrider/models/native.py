@@ -304,6 +304,7 @@ class NativeTransformer:
         self.end_tokens = end_tokens
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
+        self.width = config.width
         self.layers = len(config.layers)
         self.dtype = torch.float32
         self.device = torch.device("cpu")

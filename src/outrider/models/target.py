@@ -88,6 +88,7 @@ class Target(Protocol):
             beside other sequences. Then speculative output is equal to plain output.
         device: where it computes.
         weight_bytes: bytes of weights that a one-row pass reads.
+        width: of a hidden state.
         layers: number of layers; features may be asked of 0 .. layers (the last: the final state
             before the last norm).
     """
@@ -102,6 +103,7 @@ class Target(Protocol):
     row_invariant: bool
     device: torch.device
     weight_bytes: int
+    width: int
     layers: int
 
     def new_cache(self, *, slots: int, length: int) -> KVCache:

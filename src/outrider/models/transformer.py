@@ -151,6 +151,7 @@ class Transformer:
         self.end_tokens = end_tokens
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
+        self.width = config.width
         self.layers = len(config.layers)
         self.weight_bytes = weights.matrix_bytes
         self.dtype = weights.embedding.dtype
