@@ -374,6 +374,7 @@ class Broken:
         self.row_invariant = target.row_invariant
         self.device = target.device
         self.weight_bytes = target.weight_bytes
+        self.width = target.width
         self.layers = target.layers
 
     def new_cache(self, *, slots: int, length: int) -> KVCache:

@@ -37,6 +37,7 @@ class OneRowAtATime:
         self.precision = inner.precision
         self.device = inner.device
         self.weight_bytes = inner.weight_bytes
+        self.width = inner.width
         self.layers = inner.layers
 
     def new_cache(self, *, slots: int, length: int) -> KVCache:
