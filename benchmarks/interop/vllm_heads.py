@@ -88,9 +88,11 @@ class UnrefreshedDrafter(EagleDrafter):
             # Row j of a chain's last pass stands for the state of the root's position + j; the
             # last guess was never a row of a pass.
             count = min(len(commit.tokens) - 1, len(guessed) - 1)
-            newest = self._known[commit.sequence].states[-1].clone()
+            known = self._known[commit.sequence]
+            states = known.pending(self._model).clone()
+            newest = states[len(states) - len(commit.features) :]
             newest[:count] = guessed[:count]
-            self._known[commit.sequence].states[-1] = newest
+            known.states = states
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,10 @@ def _observed(drafter: EagleDrafter) -> tuple[list[int], list[torch.Tensor]]:
 
     def spy(commits):
         observe(commits)
-        if commits[0].features is not None:
-            seen.append(drafter._known[commits[0].sequence].states[-1].clone())
+        [commit] = commits
+        if commit.features is not None:
+            states = drafter._known[commit.sequence].pending(drafter._model)
+            seen.append(states[-len(commit.features) :].clone())
 
     drafter.observe = spy  # type: ignore[method-assign]
     params = SamplingParams(temperature=1, max_tokens=60, seed=2)

@@ -212,14 +212,31 @@ inline void mix_all(const Pair* pair, int count, const uint16_t* values, int hea
   }
 }
 
+// What will be read after this: keys and values of so many rows. They lie far from those of this
+// tile, where the processor does not look ahead by itself.
+struct Ahead {
+  const uint16_t *keys, *values;
+  int rows;
+};
+
+// Has 16 rows of it brought nearer while there is something else to compute.
+INLINE void fetch(const Ahead& ahead, int row, int head_dim) {
+  size_t end = (size_t)least(row + kLanes, ahead.rows) * head_dim;
+  for (size_t i = (size_t)row * head_dim; i < end; i += 64 / sizeof(uint16_t)) {  // a cache line
+    __builtin_prefetch(ahead.keys + i, 0, 2);
+    __builtin_prefetch(ahead.values + i, 0, 2);
+  }
+}
+
 // Attention of pairs of one sequence and one key head. Pairs of a row are neighbours.
 // `written`: rows of the slot that hold keys; `scratch`: [head_dim, 16] bf16.
 inline void attend(const Pair* pair, int count, const uint16_t* keys, const uint16_t* values,
-                   int head_dim, int written, uint16_t* scratch) {
+                   int head_dim, int written, const Ahead& ahead, uint16_t* scratch) {
   int most = 0;
   for (int i = 0; i < count; i++) most = pair[i].path.visible > most ? pair[i].path.visible : most;
   const uint16_t* rows[kLanes];
   for (int position = 0; position < most; position += kLanes) {
+    fetch(ahead, position, head_dim);
     bool shared_ready = false;
     for (int i = 0; i < count;) {
       const Path& path = pair[i].path;

@@ -223,8 +223,7 @@ struct Worker {
   void attend_tile(const outrider::AttentionTile& tile, int index) {
     const outrider::Segment& segment = pass.segment[tile.segment];
     int dim = model.head_dim, group = model.heads / model.kv_heads;
-    int64_t at = index * pass.layer_stride + segment.slot * pass.slot_stride +
-                 tile.kv_head * pass.head_stride;
+    int64_t at = place(tile, index);
     size_t stride = round_up(job.most_visible, kLanes);
     Pair pair[outrider::kTilePairs];
     for (int i = 0; i < tile.count; i++) {
@@ -239,7 +238,22 @@ struct Worker {
       pair[i].row = row;
     }
     attend(pair, tile.count, pass.keys + at, pass.values + at, dim, segment.cached + segment.rows,
-           mine.keys);
+           ahead(tile, index), mine.keys);
+  }
+
+  // Where a tile's keys and values begin in a layer's cache.
+  int64_t place(const outrider::AttentionTile& tile, int index) {
+    return index * pass.layer_stride + pass.segment[tile.segment].slot * pass.slot_stride +
+           tile.kv_head * pass.head_stride;
+  }
+
+  // What the next tile reads, unless it is what this one reads.
+  Ahead ahead(const outrider::AttentionTile& tile, int index) {
+    const outrider::AttentionTile* next = &tile + 1;
+    if (next == job.tile + job.tile_bound[team.threads]) return {};
+    if (next->segment == tile.segment && next->kv_head == tile.kv_head) return {};
+    int64_t at = place(*next, index);
+    return {pass.keys + at, pass.values + at, pass.segment[next->segment].cached};
   }
 
   // hidden += x W^T
