@@ -16,7 +16,7 @@ from outrider.backends.openai import read_any
 from outrider.backends.prometheus import parse
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Engine, EngineConfig, FixedBudget
-from outrider.serve.forced import ForcedCalls
+from outrider.serve.tool_use import ServersTools
 from outrider.testing.fakes import ByteTokenizer
 from outrider.testing.serving import (
     FakeModel,
@@ -27,6 +27,8 @@ from outrider.testing.serving import (
     text_target,
     with_client,
 )
+from tool_fakes import TOOLS as CALLABLE
+from tool_fakes import WRITTEN, A, W, script_model
 
 N = 72
 CHAT = ({"role": "user", "content": "hello hello hello"},)
@@ -257,8 +259,8 @@ TOOLS = tuple(
 SECOND = {"type": "function", "function": {"name": "second"}}
 
 
-def forced(**more):
-    model = FakeModel(text_target(context=1024))
+def with_tools(model=None, **more):
+    model = model or FakeModel(text_target(context=1024))
     drafters = {"suffix": SuffixDrafter()}
     engine = Engine(
         model.target,
@@ -267,8 +269,8 @@ def forced(**more):
         config=EngineConfig(slots=2, context=1024, reuse_prefix=False),
         budget=FixedBudget(nodes=8, depth=6),
     )
-    call = ForcedCalls(model.tokenizer)
-    backend = EmbeddedBackend(engine, model.tokenizer, drafter="suffix", force=call)
+    tools = ServersTools(model.tokenizer)
+    backend = EmbeddedBackend(engine, model.tokenizer, drafter="suffix", use_tools=tools)
 
     async def run():
         try:
@@ -283,7 +285,7 @@ def forced(**more):
 @pytest.mark.parametrize("choice", ["required", SECOND], ids=["required", "named"])
 def test_a_forced_tool_call_is_the_one_that_the_server_gives(own, choice, stream):
     """The embedded engine is handed the server's rules: same prompt, same grammar, same call."""
-    answer = forced(tool_choice=choice, stream=stream)
+    answer = with_tools(tool_choice=choice, stream=stream)
 
     async def test(backend):
         return await backend.answer(ask(tools=TOOLS, tool_choice=choice, stream=stream))
@@ -297,13 +299,44 @@ def test_a_forced_tool_call_is_the_one_that_the_server_gives(own, choice, stream
     assert isinstance(json.loads(arguments)["x"], bool) and answer.text == ""
 
 
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_tools_that_may_be_used_are_told_as_on_the_server(own, choice):
+    answer = with_tools(tool_choice=choice)
+
+    async def test(backend):
+        return await backend.answer(ask(tools=TOOLS, tool_choice=choice))
+
+    served = with_backend(own, test)
+    assert answer.prompt_tokens == served.prompt_tokens
+    assert (answer.text, answer.tool_calls) == (served.text, served.tool_calls)
+    assert answer.finish_reason == served.finish_reason
+    assert (answer.prompt_tokens > 2 * with_tools(tools=()).prompt_tokens) is (choice != "none")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_read_in_every_format(name):
+    template, text, content = WRITTEN[name]
+    answer = with_tools(script_model(text, template), tools=CALLABLE, max_tokens=600)
+    calls = [(name, json.loads(arguments)) for name, arguments in answer.tool_calls]
+    assert calls == [("weather", json.loads(W)), ("add", json.loads(A))]
+    assert answer.text == (content or "") and answer.finish_reason == "tool_calls"
+
+
+def test_a_choice_of_none_reads_no_calls():
+    template, text, _ = WRITTEN["hermes"]
+    answer = with_tools(
+        script_model(text, template), tools=CALLABLE, tool_choice="none", max_tokens=600
+    )
+    assert answer.text == text and not answer.tool_calls and answer.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"tool_choice": "auto"}, "tool_choice 'auto'"),
+        ({"prompt": "plain"}, "tools"),
         ({"tool_choice": "required", "tools": ()}, "without tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "names 'no'"),
-        ({"tool_choice": "required", "prompt": "plain"}, "tool_choice"),
+        ({"tool_choice": "required", "prompt": "plain", "tools": ()}, "tool_choice"),
         (
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
             "response_format together",
@@ -312,7 +345,7 @@ def test_a_forced_tool_call_is_the_one_that_the_server_gives(own, choice, stream
 )
 def test_a_choice_of_tools_that_cannot_be_is_refused(more, why):
     with pytest.raises(UnsupportedOption, match=why):
-        forced(**more)
+        with_tools(**more)
 
 
 VLLM = {

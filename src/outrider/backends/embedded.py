@@ -1,8 +1,8 @@
 """The engine in this process, asked like any other. The one backend that knows a tensor library.
 
 One thread drives the engine; requests and results cross by queues and by the event loop's own
-call. It honours everything that `SamplingParams` has, structured output, and tools where the chat
-template has a place for them; a forced tool call where it is handed the server's way to force one.
+call. It honours everything that `SamplingParams` has and structured output, and tools where it is
+handed the server's way with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from outrider.core.grammar import Grammar
 from outrider.core.sampling import SamplingParams
 from outrider.engine import Completion, Engine, Update
 from outrider.errors import InvalidParameter, OutriderError
-from outrider.models.tokenizer import TextModel
+from outrider.models.tokenizer import Decoder, TextModel
 from outrider.records.request import acceptance_record, by_position, is_verify_step
 
 if TYPE_CHECKING:
@@ -42,23 +42,29 @@ KIND = "embedded"
 IDLE_S = 0.2
 
 
+CallsRead = tuple[str, tuple[tuple[str, str], ...]]  # text, and names and arguments of calls
+
+
 @dataclass(frozen=True)
-class ForcedCall:
-    """How a request is turned into one whose every answer is a tool call.
+class ToolUse:
+    """How a request with tools is put to the model, and how its answer is read.
 
     Attributes:
         messages, tools: for the chat template.
-        source: the grammar of the answer.
-        read: from the answer's text to its calls: names and arguments.
+        source: the grammar of the answer; `None` for free text.
+        read: from the answer's text to what it says beside calls, and the calls; `None` where
+            there are none to be found.
+        decoder: shows the special tokens that calls are written with; `None` takes the engine's.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
-    source: GrammarSource
-    read: Callable[[str], tuple[tuple[str, str], ...]]
+    source: GrammarSource | None
+    read: Callable[[str], CallsRead] | None
+    decoder: Decoder | None
 
 
-Force = Callable[[Ask], ForcedCall]
+UseTools = Callable[[Ask], ToolUse]
 
 
 @dataclass
@@ -70,6 +76,7 @@ class _Job:
     done: Callable[[Completion | OutriderError], None]
     tenant: str
     grammar: Grammar | None = None
+    decoder: Decoder | None = None
     number: int = -1
     begin: float = field(default_factory=time.perf_counter)
     arrivals: list[float] = field(default_factory=list)
@@ -86,7 +93,7 @@ class EmbeddedBackend:
         tokenizer: TextModel,
         *,
         drafter: str = "none",
-        force: Force | None = None,
+        use_tools: UseTools | None = None,
     ) -> None:
         """
         Args:
@@ -94,12 +101,13 @@ class EmbeddedBackend:
             tokenizer: the target's.
             drafter: who guesses; every request is a tenant of its own, so that no drafter can
                 copy the answer that another request got.
-            force: of tool calls; `None` refuses them. `outrider.serve.forced` has the server's.
+            use_tools: `None` refuses requests with tools. `outrider.serve.tool_use` has the
+                server's way.
         """
         self._engine = engine
         self._tokenizer = tokenizer
         self._drafter = drafter
-        self._force = force
+        self._use_tools = use_tools
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._live: dict[int, _Job] = {}
         self._totals = {"requests": 0, "prompt": 0, "output": 0}
@@ -122,9 +130,9 @@ class EmbeddedBackend:
         return self._info
 
     async def answer(self, ask: Ask) -> Answer:
-        params, forced = parameters(ask), self._forced(ask)
-        prompt = self._tokens(ask, forced)
-        grammar = await asyncio.to_thread(self._grammar, ask, forced)
+        params, use = parameters(ask), self._tool_use(ask)
+        prompt = self._tokens(ask, use)
+        grammar = await asyncio.to_thread(self._grammar, ask, use)
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Completion | OutriderError] = loop.create_future()
 
@@ -132,7 +140,14 @@ class EmbeddedBackend:
             loop.call_soon_threadsafe(_resolve, result, value)
 
         self._sent += 1
-        job = _Job(prompt, params, done, tenant=f"ask-{self._sent}", grammar=grammar)
+        job = _Job(
+            prompt,
+            params,
+            done,
+            tenant=f"ask-{self._sent}",
+            grammar=grammar,
+            decoder=use.decoder if use else None,
+        )
         self._start()
         self._jobs.put(job)
         try:
@@ -147,7 +162,7 @@ class EmbeddedBackend:
             end = time.perf_counter() - job.begin
             return Answer(job.begin, end, finish_reason="error", error=str(ended))
         answer = self._answer(job, ended, ask)
-        return answer if forced is None else _with_calls(answer, forced)
+        return answer if use is None else _with_calls(answer, use)
 
     async def answer_alone(self, ask: Ask) -> Answer:
         return await self.answer(ask)
@@ -176,46 +191,45 @@ class EmbeddedBackend:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
 
-    def _forced(self, ask: Ask) -> ForcedCall | None:
+    def _tool_use(self, ask: Ask) -> ToolUse | None:
         """Raises:
-        UnsupportedOption: a choice of tools that cannot be honoured."""
-        if not ask.tool_choice:
+        UnsupportedOption: tools, or a choice of them, that cannot be honoured."""
+        if not (ask.tools or ask.tool_choice):
             return None
-        if self._force is None or not ask.is_chat:
-            raise _unsupported("tool_choice")
-        return self._force(ask)
+        if self._use_tools is None or not ask.is_chat:
+            raise _unsupported("tools" if ask.tools else "tool_choice")
+        return self._use_tools(ask)
 
-    def _tokens(self, ask: Ask, forced: ForcedCall | None = None) -> tuple[int, ...]:
+    def _tokens(self, ask: Ask, use: ToolUse | None = None) -> tuple[int, ...]:
         # As on the server: a grammar would rule the reasoning as well.
-        variables = {"enable_thinking": False} if forced or ask.response_format else None
-        if forced is not None:
-            tools = forced.tools or None
-            return tuple(self._tokenizer.chat(forced.messages, tools=tools, variables=variables))
+        constrained = use.source is not None if use else bool(ask.response_format)
+        variables = {"enable_thinking": False} if constrained else None
+        if use is not None:
+            tools = use.tools or None
+            return tuple(self._tokenizer.chat(use.messages, tools=tools, variables=variables))
         prompt = ask.prompt
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if len(messages) == len(prompt):
-            return tuple(
-                self._tokenizer.chat(messages, tools=ask.tools or None, variables=variables)
-            )
+            return tuple(self._tokenizer.chat(messages, variables=variables))
         return tuple(part for part in prompt if isinstance(part, int))
 
-    def _grammar(self, ask: Ask, forced: ForcedCall | None) -> Grammar | None:
+    def _grammar(self, ask: Ask, use: ToolUse | None) -> Grammar | None:
         """The grammar of the request in its first state; compiles it where it is new.
 
         Raises:
             UnsupportedOption: it is not a grammar, too complex, or the model never ends.
         """
-        if forced is None and ask.response_format is None:
+        if use is None and ask.response_format is None:
             return None
         from outrider.engine.grammar import GrammarSource
 
         try:
-            source = forced.source if forced else GrammarSource.of_format(ask.response_format or {})
+            source = use.source if use else GrammarSource.of_format(ask.response_format or {})
             return None if source is None else self._compiled(source)
         except InvalidParameter as fault:
-            name = "response_format" if forced is None else "tools"
+            name = "tools" if use and not ask.response_format else "response_format"
             raise UnsupportedOption(f"the embedded engine cannot honour {name}: {fault}") from None
 
     def _compiled(self, source: GrammarSource) -> Grammar:
@@ -297,6 +311,7 @@ class EmbeddedBackend:
                     drafter=self._drafter,
                     tenant=job.tenant,
                     grammar=job.grammar,
+                    tokenizer=job.decoder,
                 )
             except OutriderError as fault:
                 job.done(fault)
@@ -331,13 +346,15 @@ def _unsupported(name: str) -> UnsupportedOption:
     )
 
 
-def _with_calls(answer: Answer, forced: ForcedCall) -> Answer:
-    """Calls in their own place; a text that was cut before it was one stays text."""
-    calls = forced.read(answer.text)
-    if not calls or answer.error is not None:
+def _with_calls(answer: Answer, use: ToolUse) -> Answer:
+    """Calls in their own place; what was cut before it was one stays text."""
+    if use.read is None or answer.error is not None:
         return answer
-    finish = "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
-    return replace(answer, text="", tool_calls=calls, finish_reason=finish)
+    text, calls = use.read(answer.text)
+    finish = answer.finish_reason
+    if calls and finish == "stop":
+        finish = "tool_calls"
+    return replace(answer, text=text, tool_calls=calls, finish_reason=finish)
 
 
 def parameters(ask: Ask) -> SamplingParams:

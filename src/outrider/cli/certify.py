@@ -268,7 +268,7 @@ def _embedded_distribution(
 def _embedded_features(loaded: Loaded, subject: Subject) -> list[dict[str, str]]:
     from outrider.engine import Engine, EngineConfig
     from outrider.evaluate.certify_features import probe_features
-    from outrider.serve.forced import whole_backend
+    from outrider.serve.tool_use import whole_backend
 
     context = min(256, loaded.target.context_length)
     drafters = {} if subject.drafter == "none" else {subject.drafter: subject.build(1, context)}

@@ -178,7 +178,7 @@ class Embedded:
         from outrider.drafters.table import Setting as Place
         from outrider.drafters.table import build_drafter
         from outrider.engine import Engine, EngineConfig
-        from outrider.serve.forced import whole_backend
+        from outrider.serve.tool_use import whole_backend
 
         loaded = self._loaded()
         slots = max(load.concurrency if load.shape == "closed" else 8 for load in self.plan.loads)

@@ -26,7 +26,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.plan import Room
 from outrider.serve.profiles import Choice, Profiles
 from outrider.serve.schema import Sampled
-from outrider.serve.text import KeepMarkers
+from outrider.serve.text import call_decoder
 from outrider.serve.tools import find_format, knows_tools
 from outrider.serve.worker import Worker
 
@@ -95,8 +95,7 @@ class Service:
         self.template = self.text.template
         self.tool_format = find_format(config.tool_format, self.template)
         self.told_by_template = knows_tools(self.template)
-        marks = {special[m]: m for m in self.tool_format.markers if m in special}
-        self.call_decoder = KeepMarkers(self.text, marks) if marks else None
+        self.call_decoder = call_decoder(self.text, self.tool_format.markers)
         self.created = int(time.time())
         self.draining = False
         self._compiler: GrammarCompiler | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from outrider.models.tokenizer import Decoder
+from outrider.models.tokenizer import Decoder, TextModel
 
 
 class KeepMarkers:
@@ -25,3 +25,10 @@ class KeepMarkers:
             else:
                 run.append(token)
         return text + (self._inner.decode(run) if run else "")
+
+
+def call_decoder(text: TextModel, markers: Sequence[str]) -> KeepMarkers | None:
+    """What shows those of the markers that are special tokens of this model; `None` if none is."""
+    special = text.special_tokens
+    found = {special[marker]: marker for marker in markers if marker in special}
+    return KeepMarkers(text, found) if found else None
