@@ -30,6 +30,7 @@ test-vllm: $(RUN)  ## Serve the shipped EAGLE-3 heads in vLLM on CPU and compare
 	$(BIN)/python benchmarks/interop/vllm_heads.py $(HEADS)
 	$(BIN)/python benchmarks/interop/vllm_certify.py
 	$(BIN)/python benchmarks/interop/vllm_sweep.py
+	$(BIN)/python benchmarks/interop/vllm_verbs.py
 
 check: $(DEV)  ## Lint, check the format and the types.
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,14 @@ def arguments(model: Path, port: int, *, speculate: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def server(python: Path, model: Path, log: Path, *, speculate: bool) -> Iterator[str]:
-    """A running server's address; it and its children end with the block."""
+def server(
+    python: Path, model: Path, log: Path, *, speculate: bool, more: Sequence[str] = ()
+) -> Iterator[str]:
+    """A running server's address; it and its children end with the block.
+
+    Args:
+        more: further words of its command line.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,7 +75,7 @@ def server(python: Path, model: Path, log: Path, *, speculate: bool) -> Iterator
     }
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [str(python), *arguments(model, port, speculate=speculate)],
+            [str(python), *arguments(model, port, speculate=speculate), *more],
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **own},

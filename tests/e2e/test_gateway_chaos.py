@@ -656,3 +656,28 @@ def test_another_tokenizer_while_it_serves(tmp_path: Path) -> None:
         assert after.status == 200 and after.headers["x-outrider-profile"] == "baseline"
 
     with_gateway(rollout(tmp_path, spec={"shadow": "100%"}), test, exact=False)
+
+
+def test_another_tokenizer_where_nothing_is_copied(tmp_path: Path) -> None:
+    """The gateway asks by itself, at the start and now and then."""
+
+    async def test(world: World) -> None:
+        lane = world.gateway.stage.lanes["spec"]
+        engine, before = world.engines["spec"], phase(world)
+        await world.gateway.compare_prompts()
+        assert len(engine.requests) == 3 and phase(world) == before != "rolled_back"
+        engine.prompt_tokens = 7
+        engine.status = 503  # tells nothing: that is the health probe's business
+        await world.gateway.compare_prompts()
+        assert phase(world) == before
+        engine.status, engine.usage = None, False
+        await world.gateway.compare_prompts()
+        assert phase(world) == before
+        engine.usage = True
+        await world.gateway.compare_prompts()
+        assert phase(world) == "rolled_back" and "5 and 7 tokens" in why(world)
+        assert lane.gate.running == 0
+        after = await world.ask("after")
+        assert after.status == 200 and after.headers["x-outrider-profile"] == "baseline"
+
+    with_gateway(rollout(tmp_path, spec={"rollout": "100%"}), test, exact=False)

@@ -32,12 +32,14 @@ from outrider.serve.gateway.feedback import Feedback, withhold
 from outrider.serve.gateway.flow import Flow, Stage
 from outrider.serve.gateway.lanes import Lane, monotonic
 from outrider.serve.gateway.metrics import BREAKER, PHASES, GatewayMetrics
+from outrider.serve.gateway.prompts import prompt_tokens, read_otherwise
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 HEALTH_S = 1.0
 READINGS_S = 5.0
+PROMPTS_S = 60.0  # between two comparisons of how engines read prompts
 WEBHOOK_S = 5.0
 KEPT = 200  # changes and verdicts for people to look at
 
@@ -113,8 +115,10 @@ class Gateway:
             (TICK_S, self._due),
             (HEALTH_S, self.look),
             (READINGS_S, self._readings),
+            (PROMPTS_S, self.compare_prompts),
         ):
             self._loops.append(asyncio.create_task(_forever(every, work)))
+        self._spawn(self.compare_prompts())
 
     async def stop(self) -> None:
         """End the loops and let go of the engines."""
@@ -183,6 +187,24 @@ class Gateway:
                 self.controller.healthy(lane.name)
             else:
                 self.controller.wire(lane.name, "unhealthy", detail="its health probe failed")
+
+    async def compare_prompts(self) -> None:
+        """Ask every profile's engine of its own whether it reads prompts as the baseline's does."""
+        stage = self.stage
+        base = stage.lanes[BASELINE]
+        others = [
+            lane
+            for lane in stage.lanes.values()
+            if lane is not base and not lane.kind == base.kind == "embedded"
+        ]
+        if not others:
+            return
+        wanted = [prompt_tokens(lane, model=stage.config.target) for lane in (base, *others)]
+        ours, *theirs = await asyncio.gather(*wanted)
+        for lane, counts in zip(others, theirs, strict=True):
+            where = read_otherwise(ours, counts)
+            if where and self.stage.lanes.get(lane.name) is lane:
+                self.controller.wire(lane.name, "parity", detail=where)
 
     async def _due(self) -> None:
         self.tick()

@@ -1,0 +1,222 @@
+"""The capacity planner against the embedded engine: the same requests, simulated and served.
+
+The engine's costs by rows are measured first, in steps of real requests at several concurrencies;
+then requests arrive at random while the engine runs, and the planner is given the same arrivals,
+prompts and answer lengths with those costs. Plain decoding, and suffix drafts with a fixed budget.
+
+    python benchmarks/planner_check.py --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.core.sampling import SamplingParams
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.engine import Completion, Engine, EngineConfig, FixedBudget
+from outrider.evaluate.workloads import load_workload
+from outrider.models.load import LoadedModel, load_model
+from outrider.records.files import write_json
+from outrider.records.manifest import TargetIdentity, run_manifest
+from outrider.records.step import StepRecord
+from outrider.rollout import planner
+
+SLOTS = 16
+DEPTH = 3
+BAR = 0.10
+WARM_UP = 0.1  # share of the requests that is not counted
+KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 72, 80, 96, 128, 192, 256, 320)
+
+
+@dataclass
+class Request:
+    """Attributes:
+    arrival, first, last: seconds from the start of the run.
+    """
+
+    prompt: Sequence[int]
+    arrival: float
+    first: float = 0.0
+    last: float = 0.0
+    done: Completion | None = None
+
+
+def engine_of(model: LoadedModel) -> Engine:
+    """A new engine, so that no drafter knows an answer."""
+    return Engine(
+        model.target,
+        drafters={"suffix": SuffixDrafter()},
+        tokenizer=model.tokenizer,
+        config=EngineConfig(slots=SLOTS, context=2048, busy_chunk=64, reuse_prefix=False),
+        budget=FixedBudget(DEPTH, DEPTH),
+    )
+
+
+def run(
+    engine: Engine, requests: Sequence[Request], *, drafter: str, tokens: int, most: int = SLOTS
+) -> list[StepRecord]:
+    """Serve the requests as they arrive, at most so many at once; returns the steps."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens)
+    waiting, live = list(requests), {}
+    begin = time.perf_counter()
+    while waiting or live:
+        now = time.perf_counter() - begin
+        while waiting and waiting[0].arrival <= now and len(live) < most:
+            request = waiting.pop(0)
+            id = engine.add(request.prompt, params, drafter=drafter, tenant=str(len(waiting)))
+            live[id] = request
+        for update in engine.step() if live else ():
+            request, now = live[update.request], time.perf_counter() - begin
+            request.first = request.first or now
+            request.last = now
+            if update.finish_reason is not None:
+                request.done = engine.take(update.request)
+                del live[update.request]
+    steps = {s.step: s for r in requests if r.done for s in r.done.steps}
+    return list(steps.values())
+
+
+def costs_of(steps: Sequence[StepRecord]) -> planner.Costs:
+    """Medians of what steps of about so many rows took; drafting counts as the host's."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        knot = KNOTS[min(bisect_left(KNOTS, step.rows), len(KNOTS) - 1)]
+        if abs(knot - step.rows) <= max(1, knot // 16):
+            found[knot].append(step.verify_ms + step.host_ms + step.draft_ms)
+    table = {rows: statistics.median(ms) for rows, ms in found.items() if len(ms) >= 5}
+    rising = itertools.accumulate((table[rows] for rows in sorted(table)), max)
+    return planner.Costs(dict(zip(sorted(table), rising, strict=True)))
+
+
+def reached(requests: Sequence[Request]) -> tuple[float, ...]:
+    """The share of steps that accepted 1, 2, ... guesses or more."""
+    steps = [s for r in requests if r.done for s in r.done.steps if s.emitted]
+    shares = [sum(s.accepted >= j for s in steps) / len(steps) for j in range(1, DEPTH + 1)]
+    return tuple(share for share in shares if share > 0)
+
+
+def figures(requests: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
+    """Of (arrival, first, last, tokens) in seconds: percentiles in ms, and tokens per second."""
+    kept = requests[int(WARM_UP * len(requests)) :]
+    ttft = [1000 * (first - arrival) for arrival, first, _, _ in kept]
+    tpot = [1000 * (last - first) / (n - 1) for _, first, last, n in kept if n > 1]
+    span = max(last for _, _, last, _ in requests) - requests[0][0]
+    return {
+        "ttft_p50_ms": float(np.quantile(ttft, 0.5)),
+        "ttft_p95_ms": float(np.quantile(ttft, 0.95)),
+        "tpot_p50_ms": float(np.quantile(tpot, 0.5)),
+        "tpot_p95_ms": float(np.quantile(tpot, 0.95)),
+        "tokens_per_s": sum(n for *_, n in requests) / span,
+    }
+
+
+def simulated(
+    requests: Sequence[Request], costs: planner.Costs, accepted: tuple[float, ...]
+) -> dict[str, float]:
+    """What the planner makes of the same requests."""
+    tokens = np.array([len(r.done.tokens) for r in requests if r.done])
+    work = planner.steps_needed(tokens - 1, accepted, np.random.default_rng(0))
+    load = planner.Load(
+        [1000 * r.arrival for r in requests], [len(r.prompt) for r in requests], work.tolist()
+    )
+    engine = planner.Engine(costs, accepted, adaptive=False, slots=SLOTS)
+    served = planner.serve(load, engine)
+    rows = zip(requests, served.first, served.last, tokens, strict=True)
+    return figures([(r.arrival, a / 1000, b / 1000, int(n)) for r, a, b, n in rows])
+
+
+def arrivals(prompts: Iterator[list[int]], *, count: int, rate: float, seed: int) -> list[Request]:
+    """Poisson arrivals; at once where the rate is 0."""
+    rng, now, found = random.Random(seed), 0.0, []
+    for prompt in itertools.islice(prompts, count):
+        now += rng.expovariate(rate) if rate else 0.0
+        found.append(Request(prompt, now))
+    return found
+
+
+def check(
+    model: LoadedModel, prompts: list[list[int]], drafter: str, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Measure costs, then compare at every rate."""
+    supply = itertools.cycle(prompts)
+    steps: list[StepRecord] = []
+    learnt: list[Request] = []
+    for at_once in (1, 2, 4, 8, 12, 16):
+        requests = arrivals(supply, count=2 * at_once + 2, rate=0.0, seed=0)
+        steps += run(
+            engine_of(model), requests, drafter=drafter, tokens=options.max_tokens, most=at_once
+        )
+        learnt += requests
+    costs, accepted = costs_of(steps), () if drafter == "none" else reached(learnt)
+    cells = []
+    for rate in map(float, options.rates.split(",")):
+        requests = arrivals(supply, count=options.requests, rate=rate, seed=int(10 * rate))
+        run(engine_of(model), requests, drafter=drafter, tokens=options.max_tokens)
+        ends = [
+            (r.arrival, r.first, r.last, len(r.done.tokens)) for r in requests if r.done is not None
+        ]
+        real, planned = figures(ends), simulated(requests, costs, accepted)
+        cell = {
+            "drafter": drafter,
+            "rate": rate,
+            "accepted": accepted,
+            "served": {name: round(value, 2) for name, value in real.items()},
+            "planned": {name: round(value, 2) for name, value in planned.items()},
+            "planned_over_served": {n: round(planned[n] / real[n], 3) for n in real},
+            "verify_ms": {rows: round(ms, 2) for rows, ms in costs.verify_ms.items()},
+        }
+        print(json.dumps(cell), flush=True)
+        cells.append(cell)
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--drafters", default="none,suffix")
+    parser.add_argument("--rates", default="0.5,1,1.5", help="requests per second")
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model = load_model(options.target)
+    prompts = [model.tokenizer.chat(prompt.chat()) for prompt in load_workload("builtin:all")]
+    random.Random(0).shuffle(prompts)
+    target = model.target
+    manifest = run_manifest(
+        seed=0,
+        threads=torch.get_num_threads(),
+        target=TargetIdentity(target.name, target.fingerprint, target.precision),
+        options={k: str(v) for k, v in vars(options).items()},
+    )
+    before = os.getloadavg()
+    cells = [
+        c for name in options.drafters.split(",") for c in check(model, prompts, name, options)
+    ]
+    worst = max(abs(cell["planned_over_served"]["tpot_p50_ms"] - 1) for cell in cells)
+    print(f"median TPOT is off by at most {worst:.1%} (bar {BAR:.0%})")
+    if options.json:
+        document = {"manifest": manifest.finish().to_dict(), "load_before": before, "cells": cells}
+        write_json(options.json, document)
+
+
+if __name__ == "__main__":
+    main()
