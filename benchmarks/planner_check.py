@@ -15,6 +15,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -185,7 +186,7 @@ def check(
     return cells
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafters", default="none,suffix")
@@ -216,7 +217,8 @@ def main() -> None:
     if options.json:
         document = {"manifest": manifest.finish().to_dict(), "load_before": before, "cells": cells}
         write_json(options.json, document)
+    return int(worst > BAR)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

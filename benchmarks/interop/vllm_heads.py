@@ -72,7 +72,7 @@ class UnrefreshedDrafter(EagleDrafter):
         )
         self.guessed: dict[int, Tensor] = {}
 
-    def _grow_natively(self, growth: Growth) -> None:
+    def _grow_natively(self, growths: Sequence[Growth]) -> None:
         """Not here: a tree that is grown in one call keeps no states."""
 
     def _expand(self, growths: Sequence[Growth], states: dict[int, Tensor]) -> None:

@@ -16,7 +16,7 @@ from outrider.backends.openai import read_any
 from outrider.backends.prometheus import parse
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Engine, EngineConfig, FixedBudget
-from outrider.serve.tool_use import ServersTools
+from outrider.serve.tool_use import ServersChats
 from outrider.testing.fakes import ByteTokenizer
 from outrider.testing.serving import (
     FakeModel,
@@ -269,8 +269,8 @@ def with_tools(model=None, **more):
         config=EngineConfig(slots=2, context=1024, reuse_prefix=False),
         budget=FixedBudget(nodes=8, depth=6),
     )
-    tools = ServersTools(model.tokenizer)
-    backend = EmbeddedBackend(engine, model.tokenizer, drafter="suffix", use_tools=tools)
+    tools = ServersChats(model.tokenizer)
+    backend = EmbeddedBackend(engine, model.tokenizer, drafter="suffix", render=tools)
 
     async def run():
         try:
@@ -320,6 +320,18 @@ def test_calls_are_read_in_every_format(name):
     calls = [(name, json.loads(arguments)) for name, arguments in answer.tool_calls]
     assert calls == [("weather", json.loads(W)), ("add", json.loads(A))]
     assert answer.text == (content or "") and answer.finish_reason == "tool_calls"
+
+
+def test_reasoning_is_kept_apart_and_calls_in_it_are_none():
+    template, text, _ = WRITTEN["hermes"]
+    thought = f"<think>Perhaps {text.removeprefix('Let me see.')}?</think>\n"
+    answer = with_tools(
+        script_model(f"{thought}Hello", f"{template} </think>"), tools=CALLABLE, max_tokens=900
+    )
+    assert (answer.text, answer.tool_calls, answer.finish_reason) == ("Hello", (), "stop")
+    assert "weather" in answer.reasoning and "think" not in answer.reasoning
+    alone = with_tools(script_model(f"{thought}Hello", "</think>"), tools=(), max_tokens=900)
+    assert alone.text == "Hello" and alone.reasoning == answer.reasoning
 
 
 def test_a_choice_of_none_reads_no_calls():

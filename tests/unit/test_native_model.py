@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -341,3 +345,53 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
         same = logits_of(model, cache, segment)[0].tolist() == want
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+PRELOADED = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+int refuse_threads = 0;
+int pthread_create(pthread_t *t, const pthread_attr_t *a, void *(*f)(void *), void *x) {
+  static int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+  if (refuse_threads) return EAGAIN;
+  if (!real) real = dlsym(RTLD_NEXT, "pthread_create");
+  return real(t, a, f, x);
+}
+"""
+
+FEWER_THREADS = """
+import ctypes, sys, torch
+from heads_fakes import tiny_target
+from outrider.core.tree import DraftTree
+from outrider.models.target import Segment
+torch.set_num_threads(4)
+target = tiny_target("native")
+ctypes.c_int.in_dll(ctypes.CDLL(sys.argv[1]), "refuse_threads").value = int(sys.argv[2])
+cache = target.new_cache(slots=2, length=64)
+root = DraftTree.root_only(5)
+passed = target.forward([Segment(0, tuple(range(20)), root), Segment(1, (1, 2, 3), root)], cache)
+print(b"".join(rows.numpy().tobytes() for rows in passed.logits).hex())
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_machine_that_gives_fewer_threads_gives_the_same_bits(tmp_path: Path) -> None:
+    """The work was cut for threads that did not come; those that did must do all of it."""
+    source, library = tmp_path / "p.c", tmp_path / "p.so"
+    source.write_text(PRELOADED)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+
+    def bits(refuse: int) -> str:
+        places = [str(Path(__file__).parents[1]), *sys.path]
+        done = subprocess.run(
+            [sys.executable, "-c", FEWER_THREADS, str(library), str(refuse)],
+            env={**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join(places)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    assert bits(1) == bits(0) != ""

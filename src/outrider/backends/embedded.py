@@ -1,8 +1,8 @@
 """The engine in this process, asked like any other. The one backend that knows a tensor library.
 
 One thread drives the engine; requests and results cross by queues and by the event loop's own
-call. It honours everything that `SamplingParams` has and structured output, and tools where it is
-handed the server's way with them.
+call. It honours everything that `SamplingParams` has and structured output; tools, and a place of
+its own for reasoning, where it is handed the server's way with chats.
 """
 
 from __future__ import annotations
@@ -42,29 +42,34 @@ KIND = "embedded"
 IDLE_S = 0.2
 
 
-CallsRead = tuple[str, tuple[tuple[str, str], ...]]  # text, and names and arguments of calls
+@dataclass(frozen=True)
+class ReadAnswer:
+    """A whole answer's parts: what it says, what the model wrote for itself, and names and
+    arguments of tool calls."""
+
+    text: str
+    reasoning: str
+    calls: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class ToolUse:
-    """How a request with tools is put to the model, and how its answer is read.
+class Rendered:
+    """A chat as it is put to the model.
 
     Attributes:
-        messages, tools: for the chat template.
+        prompt: its tokens.
         source: the grammar of the answer; `None` for free text.
-        read: from the answer's text to what it says beside calls, and the calls; `None` where
-            there are none to be found.
+        read: finds the parts of the answer's text.
         decoder: shows the special tokens that calls are written with; `None` takes the engine's.
     """
 
-    messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Mapping[str, Any], ...]
+    prompt: tuple[int, ...]
     source: GrammarSource | None
-    read: Callable[[str], CallsRead] | None
+    read: Callable[[str], ReadAnswer]
     decoder: Decoder | None
 
 
-UseTools = Callable[[Ask], ToolUse]
+Render = Callable[[Ask], Rendered]
 
 
 @dataclass
@@ -93,7 +98,7 @@ class EmbeddedBackend:
         tokenizer: TextModel,
         *,
         drafter: str = "none",
-        use_tools: UseTools | None = None,
+        render: Render | None = None,
     ) -> None:
         """
         Args:
@@ -101,13 +106,13 @@ class EmbeddedBackend:
             tokenizer: the target's.
             drafter: who guesses; every request is a tenant of its own, so that no drafter can
                 copy the answer that another request got.
-            use_tools: `None` refuses requests with tools. `outrider.serve.tool_use` has the
-                server's way.
+            render: how chats are put to the model and read; `None` knows no tools and leaves
+                reasoning in the text. `outrider.serve.tool_use` has the server's way.
         """
         self._engine = engine
         self._tokenizer = tokenizer
         self._drafter = drafter
-        self._use_tools = use_tools
+        self._render = render
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._live: dict[int, _Job] = {}
         self._totals = {"requests": 0, "prompt": 0, "output": 0}
@@ -130,9 +135,9 @@ class EmbeddedBackend:
         return self._info
 
     async def answer(self, ask: Ask) -> Answer:
-        params, use = parameters(ask), self._tool_use(ask)
-        prompt = self._tokens(ask, use)
-        grammar = await asyncio.to_thread(self._grammar, ask, use)
+        params, chat = parameters(ask), self._rendered(ask)
+        prompt = chat.prompt if chat else self._tokens(ask)
+        grammar = await asyncio.to_thread(self._grammar, ask, chat)
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Completion | OutriderError] = loop.create_future()
 
@@ -146,7 +151,7 @@ class EmbeddedBackend:
             done,
             tenant=f"ask-{self._sent}",
             grammar=grammar,
-            decoder=use.decoder if use else None,
+            decoder=chat.decoder if chat else None,
         )
         self._start()
         self._jobs.put(job)
@@ -162,7 +167,7 @@ class EmbeddedBackend:
             end = time.perf_counter() - job.begin
             return Answer(job.begin, end, finish_reason="error", error=str(ended))
         answer = self._answer(job, ended, ask)
-        return answer if use is None else _with_calls(answer, use)
+        return answer if chat is None else _in_parts(answer, chat)
 
     async def answer_alone(self, ask: Ask) -> Answer:
         return await self.answer(ask)
@@ -191,22 +196,18 @@ class EmbeddedBackend:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
 
-    def _tool_use(self, ask: Ask) -> ToolUse | None:
+    def _rendered(self, ask: Ask) -> Rendered | None:
         """Raises:
         UnsupportedOption: tools, or a choice of them, that cannot be honoured."""
-        if not (ask.tools or ask.tool_choice):
-            return None
-        if self._use_tools is None or not ask.is_chat:
+        if self._render is not None and ask.is_chat:
+            return self._render(ask)
+        if ask.tools or ask.tool_choice:
             raise _unsupported("tools" if ask.tools else "tool_choice")
-        return self._use_tools(ask)
+        return None
 
-    def _tokens(self, ask: Ask, use: ToolUse | None = None) -> tuple[int, ...]:
+    def _tokens(self, ask: Ask) -> tuple[int, ...]:
         # As on the server: a grammar would rule the reasoning as well.
-        constrained = use.source is not None if use else bool(ask.response_format)
-        variables = {"enable_thinking": False} if constrained else None
-        if use is not None:
-            tools = use.tools or None
-            return tuple(self._tokenizer.chat(use.messages, tools=tools, variables=variables))
+        variables = {"enable_thinking": False} if ask.response_format else None
         prompt = ask.prompt
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
@@ -215,21 +216,21 @@ class EmbeddedBackend:
             return tuple(self._tokenizer.chat(messages, variables=variables))
         return tuple(part for part in prompt if isinstance(part, int))
 
-    def _grammar(self, ask: Ask, use: ToolUse | None) -> Grammar | None:
+    def _grammar(self, ask: Ask, chat: Rendered | None) -> Grammar | None:
         """The grammar of the request in its first state; compiles it where it is new.
 
         Raises:
             UnsupportedOption: it is not a grammar, too complex, or the model never ends.
         """
-        if use is None and ask.response_format is None:
+        if chat is None and ask.response_format is None:
             return None
         from outrider.engine.grammar import GrammarSource
 
         try:
-            source = use.source if use else GrammarSource.of_format(ask.response_format or {})
+            source = chat.source if chat else GrammarSource.of_format(ask.response_format or {})
             return None if source is None else self._compiled(source)
         except InvalidParameter as fault:
-            name = "tools" if use and not ask.response_format else "response_format"
+            name = "response_format" if ask.response_format else "tools"
             raise UnsupportedOption(f"the embedded engine cannot honour {name}: {fault}") from None
 
     def _compiled(self, source: GrammarSource) -> Grammar:
@@ -346,15 +347,21 @@ def _unsupported(name: str) -> UnsupportedOption:
     )
 
 
-def _with_calls(answer: Answer, use: ToolUse) -> Answer:
-    """Calls in their own place; what was cut before it was one stays text."""
-    if use.read is None or answer.error is not None:
+def _in_parts(answer: Answer, chat: Rendered) -> Answer:
+    """Reasoning and calls in their own places; a call that was cut before it was one stays text."""
+    if answer.error is not None:
         return answer
-    text, calls = use.read(answer.text)
+    parts = chat.read(answer.text)
     finish = answer.finish_reason
-    if calls and finish == "stop":
+    if parts.calls and finish == "stop":
         finish = "tool_calls"
-    return replace(answer, text=text, tool_calls=calls, finish_reason=finish)
+    return replace(
+        answer,
+        text=parts.text,
+        reasoning=parts.reasoning,
+        tool_calls=parts.calls,
+        finish_reason=finish,
+    )
 
 
 def parameters(ask: Ask) -> SamplingParams:

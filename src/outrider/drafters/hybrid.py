@@ -19,8 +19,7 @@ from outrider.drafters.acceptance import AcceptanceTable, outcomes
 from outrider.drafters.base import Commit, Drafter, Needs, NodeBudget, SequenceView
 from outrider.errors import InvalidParameter
 
-LEAST = 0.35  # share of first guesses that come true, below which a costly member is left out:
-# this, or the budget's `least` where rows are dearer
+LEAST = 0.35  # share of first guesses that come true, below which a costly member is left out
 PROBE_EVERY = 24
 SURE = 3.0  # expected accepted guesses of the free members that make a costly one superfluous
 
@@ -51,7 +50,8 @@ def narrowed(commit: Commit, needs: Needs, drafter: Drafter) -> Commit:
 class _State:
     """What is known of one sequence: a table per member, and what each offered last.
 
-    Nothing is learned across sequences, so that a guess does not depend on who else is served.
+    Nothing is learned across sequences, so that with the same budget a guess does not depend on who
+    else is served.
     """
 
     def __init__(self, members: int) -> None:
@@ -60,9 +60,14 @@ class _State:
         self._idle = [0] * members
 
     def worth_asking(self, index: int, least: float) -> bool:
-        """Is a member right often enough to be paid for? One that is not is tried now and then."""
+        """Is a member right often enough to be paid for? One that is not is tried now and then,
+        but not while rows are dear.
+
+        Args:
+            least: the chance that a guess must have to be worth its row.
+        """
         enough = self.tables[index].at_level(1) >= max(LEAST, least)
-        if enough or self._idle[index] >= PROBE_EVERY:
+        if enough or (least <= LEAST and self._idle[index] >= PROBE_EVERY):
             self._idle[index] = 0
             return True
         self._idle[index] += 1

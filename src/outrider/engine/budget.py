@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 from outrider.core.tree import DraftTree
@@ -37,6 +38,7 @@ COSTLY_NODES = 16  # a drafter whose nodes cost time need not offer more than a 
 STEADY = 3.0  # proposals after which the cost of a drafter is known well enough to see outliers
 YOUNG = 12.0  # proposals up to which one that is far cheaper shows that those before it were slow
 OUTLIER = 3.0
+FAR = 3.0  # times the levels of the largest proposals seen lately
 
 
 @dataclass
@@ -53,20 +55,26 @@ class CostTable:
 
     verify_ms: dict[int, float]
     host_ms: float = 0.0
+    _rising: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
     def _known(self) -> list[int]:
         return sorted(self.verify_ms)
 
     def verify(self, rows: int) -> float:
-        """Milliseconds of a pass with ``rows`` rows: linear between measurements and beyond."""
+        """Milliseconds of a pass with ``rows`` rows: linear between measurements and beyond.
+
+        More rows never count as cheaper, whatever single entries say.
+        """
         known = self._known
+        if not self._rising:
+            self._rising = list(accumulate((self.verify_ms[n] for n in known), max))
         if rows <= known[0] or len(known) == 1:
-            return self.verify_ms[known[0]]
+            return self._rising[0]
         index = min(bisect_left(known, rows), len(known) - 1)
-        lower, upper = known[index - 1], known[index]
-        slope = (self.verify_ms[upper] - self.verify_ms[lower]) / (upper - lower)
-        return self.verify_ms[lower] + max(slope, 0.0) * (rows - lower)
+        low, high = self._rising[index - 1], self._rising[index]
+        slope = (high - low) / (known[index] - known[index - 1])
+        return low + slope * (rows - known[index - 1])
 
     def decoding(self, sequences: int, *, guesses: int, other_rows: int) -> float:
         """Milliseconds that a pass of one row per sequence and so many guesses takes for decoding.
@@ -89,6 +97,7 @@ class CostTable:
         for known in self._known[max(index - 1, 0) : index + 1]:
             share = max(0.0, 1 - abs(known - rows) / rows)
             self.verify_ms[known] *= step**share
+        self._rising = []
         self.host_ms += HOST_STEP * (min(host_ms, 4 * self.host_ms + 1) - self.host_ms)
 
     def relative(self, rows: int) -> float:
@@ -210,12 +219,18 @@ class DraftCost:
 
     base_ms: float = 0.0
     level_ms: float = 0.0
+    _most: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     @property
     def is_steady(self) -> bool:
         """Have enough proposals been seen to judge by?"""
         return self._sums[0] >= STEADY
+
+    def covers(self, levels: int) -> bool:
+        """Have proposals of about so many levels been seen lately? A line drawn from small ones
+        says little about large ones, where a drafter guesses for all sequences at once."""
+        return self.is_steady and levels <= FAR * self._most
 
     def learn(self, levels: int, milliseconds: float) -> None:
         """Take in one proposal.
@@ -227,6 +242,7 @@ class DraftCost:
             milliseconds = min(milliseconds, OUTLIER * self.at(levels) + 0.2)
         if levels and self._sums[0] < YOUNG and OUTLIER * milliseconds + 0.2 < self.at(levels):
             self._sums = [0.0] * 5
+        self._most = max(COST_MEMORY * self._most, levels)
         seen = (1.0, levels, milliseconds, levels * levels, levels * milliseconds)
         self._sums = [COST_MEMORY * s + x for s, x in zip(self._sums, seen, strict=True)]
         n, x, y, xx, xy = self._sums
@@ -264,8 +280,8 @@ class _SequenceMemory:
     """What the cost budget remembers of one sequence.
 
     Attributes:
-        gain, nodes: accepted tokens and checked guesses per proposal, moving averages; the start is
-            hopeful.
+        gain, nodes, levels: accepted tokens, checked guesses and levels offered per proposal,
+            moving averages; the start is hopeful.
         sent: what was checked of the last proposal.
         wait, idle: proposals that are left out before the drafter is tried again, and how many
             have been left out since.
@@ -276,6 +292,7 @@ class _SequenceMemory:
         self.table = AcceptanceTable(stats.table, memory=40.0)
         self.gain = 1.0
         self.nodes = 0.0
+        self.levels = 0.0
         self.sent: DraftTree | None = None
         self.wait = PROBE_FIRST
         self.idle = 0
@@ -303,20 +320,22 @@ class _SequenceMemory:
         if best > 0:
             self.wait, self.idle = PROBE_FIRST, 0
             return best
-        if not cost.is_steady:  # the first proposals of a process say little
-            return min(PROBE_DEPTH, limit)
+        probe = min(PROBE_DEPTH, limit)
+        if not cost.covers(probe * sequences):
+            return probe
         self.idle += 1
         if self.idle < self.wait * (1 if cost.is_free(costs, limit) else sequences):
             return 0
         self.wait, self.idle = min(2 * self.wait, PROBE_LAST), 0
-        return min(PROBE_DEPTH, limit)
+        return probe
 
     def _pays(self, costs: CostTable, *, other_rows: int, sequences: int) -> bool:
         """Are more tokens per second to be had with proposals like the last ones than without?"""
         plain = costs.verify(sequences) + costs.host_ms
         guesses = round(sequences * self.nodes)
         passed = costs.decoding(sequences, guesses=guesses, other_rows=other_rows)
-        guessed = passed + costs.host_ms + self.stats.cost.base_ms
+        cost = self.stats.cost
+        guessed = passed + costs.host_ms + cost.base_ms + cost.level_ms * sequences * self.levels
         return (1 + self.gain) * plain >= guessed
 
     def learn(self, tree: DraftTree, emitted: Sequence[int]) -> None:
@@ -329,6 +348,7 @@ class _SequenceMemory:
         accepted = sum(result.accepted for result in results)
         self.gain += GAIN_STEP * (accepted - self.gain)
         self.nodes += GAIN_STEP * (len(sent) - 1 - self.nodes)
+        self.levels += GAIN_STEP * (max(tree.depths) - self.levels)
 
 
 @dataclass(frozen=True)
@@ -358,8 +378,15 @@ class Budget(Protocol):
         """The part of each offered tree that the target shall check."""
         ...
 
-    def spent(self, drafter: str, milliseconds: float, levels: int) -> None:
-        """Learn what a proposal cost, and how many levels its trees had together."""
+    def spent(
+        self, drafter: str, milliseconds: float, levels: int, *, at_most: bool = False
+    ) -> None:
+        """Learn what a proposal cost, and how many levels its trees had together.
+
+        Args:
+            at_most: it also read what had been left unread for some steps, so that an ordinary
+                one costs less.
+        """
         ...
 
     def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
@@ -395,7 +422,9 @@ class FixedBudget:
     ) -> list[DraftTree]:
         return list(trees)
 
-    def spent(self, drafter: str, milliseconds: float, levels: int) -> None:
+    def spent(
+        self, drafter: str, milliseconds: float, levels: int, *, at_most: bool = False
+    ) -> None:
         return
 
     def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
@@ -451,8 +480,12 @@ class CostBudget:
             memory.stats.saw(tree)
         return kept
 
-    def spent(self, drafter: str, milliseconds: float, levels: int) -> None:
-        self._drafters.setdefault(drafter, DrafterStats()).cost.learn(levels, milliseconds)
+    def spent(
+        self, drafter: str, milliseconds: float, levels: int, *, at_most: bool = False
+    ) -> None:
+        cost = self._drafters.setdefault(drafter, DrafterStats()).cost
+        if not at_most or not cost.covers(levels) or milliseconds < cost.at(levels):
+            cost.learn(levels, milliseconds)
 
     def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
         if rows <= max(self.costs.verify_ms):

@@ -81,10 +81,13 @@ class Drafting:
         self._budget = budget
         self._vocab_size = vocab_size
         self._faults: dict[int, str] = {}
-        self._asked: set[int] = set()
+        self._asked: set[int] = set()  # ever
+        self._lately: set[int] = set()  # in the step before
+        self._now: set[int] = set()
 
     def guess(self, sequences: SequenceOf[Sequence], *, other_rows: int) -> list[Guess]:
         """One guess per sequence, cut to what pays."""
+        self._lately, self._now = self._now, set()
         subjects = [_subject(s) for s in sequences]
         budgets = self._budget.limits(subjects, other_rows=other_rows)
         limits = [_within(b, s.most) for b, s in zip(budgets, sequences, strict=True)]
@@ -148,11 +151,15 @@ class Drafting:
         except Exception as fault:
             self._disable(name, [view.id for view in views], fault)
             return {}
-        levels = sum(max(tree.depths) for tree in trees)
-        new = {view.id for view in views} - self._asked
-        self._asked |= new
-        if not new:  # the first guess for a sequence reads its whole prompt, which no other does
-            self._budget.spent(name, (time.perf_counter() - begin) * 1000, levels)
+        levels, spent = (
+            sum(max(tree.depths) for tree in trees),
+            (time.perf_counter() - begin) * 1000,
+        )
+        asked = {view.id for view in views}
+        if asked <= self._asked:  # the first guess for a sequence reads its whole prompt
+            self._budget.spent(name, spent, levels, at_most=not asked <= self._lately)
+        self._asked |= asked
+        self._now |= asked
         return {view.id: tree for view, tree in zip(views, trees, strict=True)}
 
     def _obey_grammars(

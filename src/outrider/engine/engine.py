@@ -33,7 +33,7 @@ from outrider.engine.admission import WaitingLine
 from outrider.engine.budget import Budget, CostBudget
 from outrider.engine.costs import cached_costs
 from outrider.engine.drafting import Drafting, Guess
-from outrider.engine.memory import MemoryPlan, allocating, available_memory
+from outrider.engine.memory import allocating, memory_plan
 from outrider.engine.scheduler import Waiting, schedule
 from outrider.engine.sequence import Completion, FinishReason, Sequence, Update
 from outrider.engine.slots import Place, SlotPool
@@ -200,7 +200,13 @@ class Engine:
         self.drafters: dict[str, Drafter] = {"none": NoneDrafter(), **(drafters or {})}
         for name in self.drafters:
             self.check_rule(self.config.rule, drafter=name)
-        self.plan = self._memory_plan()
+        self.plan = memory_plan(
+            target,
+            [drafter.needs for drafter in self.drafters.values()],
+            slots=self.config.slots,
+            context=self.context,
+            nodes=self.config.max_nodes,
+        )
         self.plan.check(slots=self.config.slots, context=self.context)
         self._tokenizer = tokenizer
         length = self.context + self.config.max_nodes + 1
@@ -416,8 +422,7 @@ class Engine:
             layers = self.drafters[sequence.drafter].needs.layers
             place = self._pool.take(sequence.tokens, tenant=sequence.tenant, layers=layers)
             self._running[sequence.id] = _Running(sequence, place)
-            pieces = place.features.pieces
-            reused = torch.cat(pieces) if pieces else None
+            reused = place.features.whole()
             prompt = Commit(sequence.id, tuple(sequence.tokens), sequence.tenant, reused)
             self._drafting.observe(sequence.drafter, prompt)
         for sequence in self._waiting.expired(time.perf_counter()):
@@ -561,7 +566,7 @@ class Engine:
             rows = features[kept_rows]
             if wanted != layers:
                 rows = rows[:, [layers.index(layer) for layer in wanted]]
-            self._pool.keep(running.place, rows)
+            self._pool.note(running.place, rows)
         commit = Commit(sequence.id, tokens, sequence.tenant, rows, first_row)
         self._drafting.observe(sequence.drafter, commit)
 
@@ -634,21 +639,6 @@ class Engine:
             raise InvalidParameter(
                 f"drafter is {drafter!r}; this engine has {', '.join(sorted(self.drafters))}"
             )
-
-    def _memory_plan(self) -> MemoryPlan:
-        config = self.config
-        length = self.context + config.max_nodes + 1
-        rows = config.slots * (1 + config.max_nodes)
-        drafters = sum(d.needs.memory_bytes for d in self.drafters.values())
-        if config.reuse_prefix:
-            layers = max(len(d.needs.layers) for d in self.drafters.values())
-            drafters += config.slots * self.context * layers * self.target.width * 4
-        return MemoryPlan(
-            cache=self.target.cache_shape.nbytes(config.slots, length),
-            drafters=drafters,
-            logits=rows * self.target.vocab_size * 4,
-            available=available_memory(self.target.device),
-        )
 
     def _measured_budget(self, folder: Path) -> Budget:
         costs = cached_costs(self.target, self._cache, slot=0, folder=folder)

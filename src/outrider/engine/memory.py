@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from outrider.drafters.base import Needs
 from outrider.errors import OutOfMemory
+from outrider.models.target import Target
 
 RESERVE = 0.05  # of the free memory, left to everything that is not planned
 
@@ -48,6 +50,27 @@ class MemoryPlan:
                 f"{megabytes(self.logits)}), {megabytes(self.available)} are free; "
                 "lower the slots or the context"
             )
+
+
+def memory_plan(
+    target: Target, needs: Sequence[Needs], *, slots: int, context: int, nodes: int
+) -> MemoryPlan:
+    """What an engine allocates.
+
+    Args:
+        needs: of its drafters.
+        slots: sequences at once.
+        context: positions of each.
+        nodes: guesses per sequence and step at most.
+    """
+    layers = max((len(need.layers) for need in needs), default=0)
+    features = slots * context * layers * target.width * torch.float32.itemsize
+    return MemoryPlan(
+        cache=target.cache_shape.nbytes(slots, context + nodes + 1),
+        drafters=sum(need.memory_bytes for need in needs) + features,
+        logits=slots * (1 + nodes) * target.vocab_size * torch.float32.itemsize,
+        available=available_memory(target.device),
+    )
 
 
 @contextmanager

@@ -24,20 +24,30 @@ class RowFeatures:
 
     Attributes:
         layers: which layers they enter; none for drafters that need none.
-        pieces: [R, F, D] each, as they came.
+        rows: how many there are.
     """
 
     layers: tuple[int, ...] = ()
-    pieces: list[Tensor] = field(default_factory=list)
+    rows: int = 0
+    _pieces: list[Tensor] = field(default_factory=list)
 
-    @property
-    def rows(self) -> int:
-        return sum(map(len, self.pieces))
+    def add(self, features_RFD: Tensor) -> None:
+        """Those of the next rows."""
+        self._pieces.append(features_RFD)
+        self.rows += len(features_RFD)
 
-    def cut(self, rows: int) -> None:
-        """Keep the first rows alone."""
-        if rows < self.rows:
-            self.pieces = [torch.cat(self.pieces)[:rows].clone()] if rows else []
+    def whole(self) -> Tensor | None:
+        """[R, F, D] in one piece; `None` where there are none."""
+        if len(self._pieces) > 1:
+            self._pieces = [torch.cat(self._pieces)]
+        return self._pieces[0] if self._pieces else None
+
+    def first(self, rows: int) -> RowFeatures:
+        """Those of the first rows alone; the others are let go."""
+        kept, whole = RowFeatures(self.layers), self.whole()
+        if whole is not None and rows:
+            kept.add(whole if rows == self.rows else whole[:rows].clone())
+        return kept
 
 
 @dataclass(frozen=True)
@@ -99,8 +109,7 @@ class SlotPool:
         self._cache.truncate(best.place.slot, length)
         if not length or not layers:
             return Place(best.place.slot, RowFeatures(layers))
-        best.place.features.cut(length)
-        return best.place
+        return Place(best.place.slot, best.place.features.first(length))
 
     def forget_rows(self) -> None:
         """Forget the rows of all free slots. Changes the cache; nothing is reused afterwards."""
@@ -108,10 +117,10 @@ class SlotPool:
         for freed in self._free:
             self._cache.truncate(freed.place.slot, 0)
 
-    def keep(self, place: Place, features_RFD: Tensor) -> None:
+    def note(self, place: Place, features_RFD: Tensor) -> None:
         """Note the features of rows that were added to a slot in use."""
         if self._reuse:
-            place.features.pieces.append(features_RFD)
+            place.features.add(features_RFD)
 
     def give_back(self, place: Place, tokens: Sequence[int], *, tenant: str) -> None:
         """Free a slot; its committed rows stay for reuse."""

@@ -8,7 +8,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.engine import Engine, EngineConfig
 from outrider.engine.budget import FixedBudget
-from outrider.engine.memory import available_memory
+from outrider.engine.memory import memory_plan
 from outrider.evaluate.preflight import Row, acceptance, memory
 from outrider.models.target import Target
 
@@ -33,15 +33,16 @@ def memory_row(
     Args:
         weights: bytes of the drafter's weights, which are loaded already.
     """
-    length = context + EngineConfig().max_nodes + 1
+    nodes = EngineConfig().max_nodes
+    plan = memory_plan(target, [drafter.needs], slots=slots, context=context, nodes=nodes)
     parts = {
         "target's weights": target.weight_bytes,
         "drafter's weights": weights,
-        "cache": target.cache_shape.nbytes(slots, length),
-        "drafter's caches": drafter.needs.memory_bytes,
-        "logits": slots * (1 + EngineConfig().max_nodes) * target.vocab_size * 4,
+        "cache": plan.cache,
+        "drafter's caches": plan.drafters,
+        "logits": plan.logits,
     }
-    free = available_memory(target.device)
+    free = plan.available
     # What is loaded does not have to be found again.
     return memory(
         {name: size for name, size in parts.items() if size},

@@ -88,10 +88,12 @@ class GivenDraftTimes:
         other_rows: int,
         draft_ms: float,
     ) -> list[DraftTree]:
-        given = max((given_ms(self._cost, tree) for tree in trees), default=0.0)
+        given = given_ms(self._cost, trees)
         return self._budget.cut(subjects, trees, other_rows=other_rows, draft_ms=given)
 
-    def spent(self, drafter: str, milliseconds: float, levels: int) -> None:
+    def spent(
+        self, drafter: str, milliseconds: float, levels: int, *, at_most: bool = False
+    ) -> None:
         self._budget.spent(drafter, self._cost.at(levels), levels)
 
     def passed(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
@@ -104,10 +106,10 @@ class GivenDraftTimes:
         self._budget.forget(sequences)
 
 
-def given_ms(cost: DraftCost, tree: DraftTree) -> float:
+def given_ms(cost: DraftCost, trees: Sequence[DraftTree]) -> float:
     """Milliseconds of a proposal by a given cost; nothing where nothing was offered."""
-    depth = max(tree.depths)
-    return cost.at(depth) if depth else 0.0
+    levels = sum(max(tree.depths) for tree in trees)
+    return cost.at(levels) if levels else 0.0
 
 
 def accepted_path(tree: DraftTree, script: Sequence[int]) -> int:
@@ -232,7 +234,7 @@ class Replay:
         [guess] = self._drafting.guess([sequence], other_rows=prefix)
         drafted = (self._clock() - begin) * 1000
         if self._side.draft is not None:
-            drafted = given_ms(self._side.draft, guess.offered)
+            drafted = given_ms(self._side.draft, [guess.offered])
         accepted = accepted_path(guess.tree, run.script)
         tokens = sequence.commit(run.script[: accepted + 1]).tokens
         self._drafting.learn(sequence, guess, tokens)

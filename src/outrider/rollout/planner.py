@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -61,12 +61,12 @@ class Costs:
     def verify(self, rows: int) -> float:
         """Of a pass: linear between measurements and beyond, never falling."""
         known = sorted(self.verify_ms)
+        rising = list(accumulate((self.verify_ms[n] for n in known), max))
         if rows <= known[0] or len(known) == 1:
-            return self.verify_ms[known[0]]
+            return rising[0]
         index = min(bisect_left(known, rows), len(known) - 1)
-        low, high = known[index - 1], known[index]
-        slope = max(0.0, (self.verify_ms[high] - self.verify_ms[low]) / (high - low))
-        return self.verify_ms[low] + slope * (rows - low)
+        slope = (rising[index] - rising[index - 1]) / (known[index] - known[index - 1])
+        return rising[index - 1] + slope * (rows - known[index - 1])
 
     def draft(self, sequences: int, depth: int) -> float:
         """Of guessing ``depth`` tokens for each of ``sequences``."""

@@ -24,9 +24,10 @@ from outrider.serve.exchange import EventStream, Exchange, as_api_error
 from outrider.serve.generation import Generation
 from outrider.serve.metrics import prompt_type
 from outrider.serve.profiles import HEADER, Choice
-from outrider.serve.reader import PlainReader, Reader, ReasoningReader
+from outrider.serve.reader import Reader
 from outrider.serve.schema import ChatRequest, parse
 from outrider.serve.service import Service
+from outrider.serve.tools import answer_reader, opens_reasoning
 from outrider.serve.worker import Job
 
 PROMPT_TYPE = b"x-outrider-prompt-type"
@@ -143,19 +144,20 @@ def _renderer(
 
     def render() -> tuple[list[int], bool]:
         prompt = service.text.chat(messages, tools=told, variables=variables)
-        opened = service.text.decode(prompt[-8:]).rstrip().endswith(ReasoningReader.OPEN)
-        return prompt, opened
+        return prompt, opens_reasoning(service.text.decode(prompt[-8:]))
 
     return render
 
 
 def _reader(service: Service, tools: plan.ToolPlan, constrained: bool, opened: bool) -> Reader:
-    reader: Reader = PlainReader()
-    if tools.tools:
-        reader = service.tool_format.reader(tools.names, forced=tools.forced)
-    if ReasoningReader.CLOSE in service.template and not constrained:
-        reader = ReasoningReader(reader, inside=opened)
-    return reader
+    return answer_reader(
+        service.tool_format,
+        tools.names,
+        forced=tools.forced,
+        template=service.template,
+        constrained=constrained,
+        opened=opened,
+    )
 
 
 async def _whole(service: Service, exchange: Exchange, chat: Chat) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from outrider.engine.grammar import GrammarSource
 from outrider.serve.calls import BareReader, HermesReader, MistralReader
-from outrider.serve.reader import Reader
+from outrider.serve.reader import PlainReader, Reader, ReasoningReader
 from outrider.serve.schema import Tool
 
 FormatName = Literal["hermes", "llama3", "mistral"]
@@ -57,6 +57,35 @@ def find_format(name: str, template: str) -> ToolFormat:
         if any(sign in template for sign in fitting.signs):
             return fitting
     return FORMATS["hermes"]
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Has a rendered prompt, or its end, opened the reasoning already?"""
+    return prompt.rstrip().endswith(ReasoningReader.OPEN)
+
+
+def answer_reader(
+    tool_format: ToolFormat,
+    names: Collection[str],
+    *,
+    forced: bool,
+    template: str,
+    constrained: bool,
+    opened: bool,
+) -> Reader:
+    """What reads an answer: its calls where it may hold some, and its reasoning.
+
+    Args:
+        names: of the tools that the model was told of.
+        forced: the answer must be a call.
+        template: the chat template.
+        constrained: a grammar rules the answer, so that there is no reasoning.
+        opened: see `opens_reasoning`.
+    """
+    reader: Reader = tool_format.reader(names, forced=forced) if names else PlainReader()
+    if ReasoningReader.CLOSE in template and not constrained:
+        reader = ReasoningReader(reader, inside=opened)
+    return reader
 
 
 def knows_tools(template: str) -> bool:

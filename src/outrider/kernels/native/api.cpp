@@ -217,6 +217,7 @@ struct Plan {
     job.pass = &pass;
     job.path = path.data();
     job.tile = tiles.data();
+    job.tiles = (int)tiles.size();
     job.alone_rows = count == 1 ? pass.rows : 2;
     for (const RowPath& p : path)
       job.most_visible = job.most_visible > p.visible ? job.most_visible : p.visible;

@@ -171,7 +171,8 @@ struct Worker {
       team.loop(heads, finish);
     }
     team.barrier();
-    team.loop_over([&](int t) { return job.tile_bound[t]; },
+    // Where fewer threads came than were planned, the last one has all that is left.
+    team.loop_over([&](int t) { return t < team.threads ? job.tile_bound[t] : job.tiles; },
                    [&](int tile) { attend_tile(job.tile[tile], index); });
     team.barrier();
     size_t width = (size_t)model.heads * dim;
@@ -250,7 +251,7 @@ struct Worker {
   // What the next tile reads, unless it is what this one reads.
   Ahead ahead(const outrider::AttentionTile& tile, int index) {
     const outrider::AttentionTile* next = &tile + 1;
-    if (next == job.tile + job.tile_bound[team.threads]) return {};
+    if (next == job.tile + job.tiles) return {};
     if (next->segment == tile.segment && next->kv_head == tile.kv_head) return {};
     int64_t at = place(*next, index);
     return {pass.keys + at, pass.values + at, pass.segment[next->segment].cached};

@@ -38,7 +38,8 @@ struct Job {
   const Pass* pass;
   const RowPath* path;        // [rows]
   const AttentionTile* tile;  // [tiles]
-  const int32_t* tile_bound;  // [threads + 1]
+  int tiles;
+  const int32_t* tile_bound;  // [planned threads + 1]: where the shares begin
   int most_visible;
   int alone_rows;   // up to so many rows every thread prepares activations for itself
   ActsBuffer acts;  // shared by all threads

@@ -111,14 +111,13 @@ class Gateway:
         """Begin to look after everything."""
         self.tick()
         await self.look()
-        for every, work in (
-            (TICK_S, self._due),
-            (HEALTH_S, self.look),
-            (READINGS_S, self._readings),
-            (PROMPTS_S, self.compare_prompts),
+        for every, work, wait in (
+            (TICK_S, self._due, TICK_S),
+            (HEALTH_S, self.look, HEALTH_S),
+            (READINGS_S, self._readings, READINGS_S),
+            (PROMPTS_S, self.compare_prompts, 0.0),
         ):
-            self._loops.append(asyncio.create_task(_forever(every, work)))
-        self._spawn(self.compare_prompts())
+            self._loops.append(asyncio.create_task(_forever(every, work, wait=wait)))
 
     async def stop(self) -> None:
         """End the loops and let go of the engines."""
@@ -296,11 +295,12 @@ class Gateway:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _forever(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
-    """Do it again and again; a fault of one time does not end it."""
+async def _forever(every_s: float, work: Callable[[], Awaitable[None]], *, wait: float) -> None:
+    """Do it again and again after a first wait; a fault of one time does not end it."""
+    await asyncio.sleep(wait)
     while True:
-        await asyncio.sleep(every_s)
         try:
             await work()
         except Exception:
             log.exception("looking after the rollout failed; it goes on")
+        await asyncio.sleep(every_s)

@@ -17,6 +17,7 @@ from outrider.serve.gateway.upstream import UpstreamFault
 from outrider.serve.wire import encode_json
 
 SECONDS: Final = 20.0  # for all samples together
+MOST_BYTES: Final = 1 << 16  # of an answer of one token
 SAMPLES: Final = (
     "Count: 1234567890, 3.14159, 2026-11-30.",
     "Größe naïve café \u4f60\u597d \u043f\u0440\u0438\u0432\u0435\u0442 \U0001f600",
@@ -55,7 +56,7 @@ async def _count(lane: Lane, text: str, *, model: str) -> int | None:
         if reply.status != 200:
             return None
         body = b""
-        while piece := await reply.read():
+        while len(body) <= MOST_BYTES and (piece := await reply.read()):
             body += piece
     finally:
         await reply.close()
