@@ -148,8 +148,9 @@ def repeating_texts(*, vocab_size: int, seed: int = 0, count: int = 3) -> tuple[
 class Drive:
     """Commits and views of some sequences, as an engine would make them.
 
-    A prompt is committed at once and before its features, which follow with a commit of no tokens,
-    as after a prefill. Each sequence has a tenant of its own, so that only leaks connect them.
+    A prompt is committed at once, with the features of rows that were in the cache already; the
+    others follow with a commit of no tokens, as after a prefill. Each sequence has a tenant of its
+    own, so that only leaks connect them.
     """
 
     def __init__(self, bench: Bench, drafter: Drafter) -> None:
@@ -158,15 +159,20 @@ class Drive:
         self.committed: dict[int, tuple[Text, int]] = {}
         self.tenants: dict[int, str] = {}
 
-    def advance(self, sequence: int, text: Text, length: int) -> None:
-        """Let the drafter observe up to ``length`` tokens, the prompt at least."""
+    def advance(self, sequence: int, text: Text, length: int, *, reused: int = 0) -> None:
+        """Let the drafter observe up to ``length`` tokens, the prompt at least.
+
+        Args:
+            reused: rows of the prompt that are taken over from an earlier request.
+        """
         prompt = len(text.prompt)
         if sequence not in self.committed:
             self.committed[sequence] = (text, prompt)
             tenant = self._tenant(sequence)
-            self.drafter.observe([Commit(sequence, text.prompt, tenant)])
-            rows = self._features(text, 0, prompt - 1)
-            self.drafter.observe([Commit(sequence, (), tenant, rows, 0)])
+            known = self._features(text, 0, reused) if reused else None
+            self.drafter.observe([Commit(sequence, text.prompt, tenant, known)])
+            rows = self._features(text, reused, prompt - 1)
+            self.drafter.observe([Commit(sequence, (), tenant, rows, reused)])
         start = self.committed[sequence][1]
         if length > start:
             self.committed[sequence] = (text, length)
@@ -366,10 +372,11 @@ def chunks_do_not_matter(bench: Bench) -> None:
     rng = random.Random(bench.seed)
     for text in bench.scripts:
         for length in _stops(text):
-            # All three are fresh and asked once: only the commits differ.
+            # All are fresh and asked once: only the commits differ.
             at_once, one_by_one, at_random = bench.run(), bench.run(), bench.run()
             at_once.advance(1, text, length)
-            done = len(text.prompt)
+            taken_over, done = bench.run(), len(text.prompt)
+            taken_over.advance(1, text, length, reused=rng.randrange(done))
             one_by_one.advance(1, text, done)
             at_random.advance(1, text, done)
             for step in range(done + 1, length + 1):
@@ -378,7 +385,11 @@ def chunks_do_not_matter(bench: Bench) -> None:
                 done = min(length, done + rng.randint(1, 4))
                 at_random.advance(1, text, done)
             whole = at_once.propose(1, setting=1)
-            for name, drive in (("one by one", one_by_one), ("at random", at_random)):
+            for name, drive in (
+                ("one by one", one_by_one),
+                ("at random", at_random),
+                ("with rows taken over", taken_over),
+            ):
                 tree = drive.propose(1, setting=1)
                 _require_same(law, whole, tree, what=f"{length} tokens at once and {name}")
 
