@@ -39,6 +39,8 @@ from outrider.rollout import planner
 
 SLOTS = 16
 DEPTH = 3
+LONGEST = 1024  # tokens of a prompt
+LEAST = 4  # steps that make an entry of the cost table
 BAR = 0.10
 WARM_UP = 0.1  # share of the requests that is not counted
 KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 72, 80, 96, 128, 192, 256, 320)
@@ -94,14 +96,17 @@ def run(
 
 def costs_of(steps: Sequence[StepRecord]) -> planner.Costs:
     """Medians of what steps of about so many rows took; drafting counts as the host's."""
-    found: dict[int, list[float]] = defaultdict(list)
+    found: dict[int, list[StepRecord]] = defaultdict(list)
     for step in steps:
-        knot = KNOTS[min(bisect_left(KNOTS, step.rows), len(KNOTS) - 1)]
-        if abs(knot - step.rows) <= max(1, knot // 16):
-            found[knot].append(step.verify_ms + step.host_ms + step.draft_ms)
-    table = {rows: statistics.median(ms) for rows, ms in found.items() if len(ms) >= 5}
-    rising = itertools.accumulate((table[rows] for rows in sorted(table)), max)
-    return planner.Costs(dict(zip(sorted(table), rising, strict=True)))
+        found[bisect_left(KNOTS, step.rows)].append(step)
+    table = {
+        round(statistics.mean(s.rows for s in near)): statistics.median(
+            s.verify_ms + s.host_ms + s.draft_ms for s in near
+        )
+        for near in found.values()
+        if len(near) >= LEAST
+    }
+    return planner.Costs(table)
 
 
 def reached(requests: Sequence[Request]) -> tuple[float, ...]:
@@ -199,7 +204,8 @@ def main() -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     model = load_model(options.target)
-    prompts = [model.tokenizer.chat(prompt.chat()) for prompt in load_workload("builtin:all")]
+    every = (model.tokenizer.chat(prompt.chat()) for prompt in load_workload("builtin:all"))
+    prompts = [prompt for prompt in every if len(prompt) <= LONGEST]
     random.Random(0).shuffle(prompts)
     target = model.target
     manifest = run_manifest(
