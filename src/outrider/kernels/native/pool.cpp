@@ -13,7 +13,9 @@ namespace outrider {
 namespace {
 
 constexpr int kSpins = 400;  // some microseconds; longer waits mean that a processor is taken
-constexpr int kYields = 100;
+// Then something else has a thread's core, such as the event loop of a server for a fraction of a
+// millisecond: giving way is cheaper than to sleep and be woken (docs/log.md).
+constexpr int kYields = 1000;
 
 void futex_sleep(uint32_t* word, uint32_t expected) {
   syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
