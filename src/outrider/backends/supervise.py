@@ -29,6 +29,7 @@ _SIGNS = (
 )
 KEPT_LINES = 200
 LONGEST_LINE = 64 * 2**10
+LAST_WORDS_S = 1.0  # for what an engine said before it ended; a child may hold the pipe open
 
 Told = Callable[[str, str], None]  # what happened, and a line about it
 
@@ -87,7 +88,7 @@ class Supervisor:
         """
         reader = await self._spawn()
         try:
-            await self._until_healthy()
+            await self._until_healthy(reader)
         except BaseException:
             await self._end()
             reader.cancel()
@@ -134,13 +135,14 @@ class Supervisor:
                 if sign.search(line):
                     self._told(kind, line[:200])
 
-    async def _until_healthy(self) -> None:
+    async def _until_healthy(self, reader: asyncio.Task[None]) -> None:
         process, patience = self._process, self._patience
         assert process is not None
         loop = asyncio.get_running_loop()
         end = loop.time() + patience.start_s
         while True:
             if process.returncode is not None:
+                await asyncio.wait([reader], timeout=LAST_WORDS_S)
                 raise EngineUnfit(f"the engine ended with {process.returncode}: {self._last()}")
             with contextlib.suppress(EngineUnfit):
                 if (await self._wire.get("/health")).status == 200:
@@ -168,7 +170,7 @@ class Supervisor:
             await asyncio.sleep(wait_s)
             try:
                 reader = await self._spawn()
-                await self._until_healthy()
+                await self._until_healthy(reader)
                 wait_s = self._patience.again_s
             except EngineUnfit as fault:
                 log.warning("%s", fault)
