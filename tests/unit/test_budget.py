@@ -147,6 +147,20 @@ def test_rows_of_prompts_do_not_make_guesses_look_cheap() -> None:
     assert depth_limit(table, costs, draft=DraftCost(), limit=4, sequences=4, other_rows=60) == 0
 
 
+def test_an_entry_that_a_slow_minute_raised_comes_back_without_being_seen() -> None:
+    table = CostTable({1: 5.0, 8: 6.0, 16: 9.0, 32: 16.0})
+    for _ in range(60):  # the machine is slow while wide passes are made
+        table.learn(16, verify_ms=18.0, host_ms=0.0)
+    raised = table.verify(16)
+    assert raised > 15.0
+    for _ in range(1000):  # it is fast again, but now nothing is guessed
+        table.learn(1, verify_ms=5.0, host_ms=0.0)
+    assert table.verify(16) == pytest.approx(9.0, rel=0.05)
+    for _ in range(1000):  # a slower machine is slower for all
+        table.learn(1, verify_ms=10.0, host_ms=0.0)
+    assert table.verify(16) == pytest.approx(18.0, rel=0.05)
+
+
 def test_a_table_that_falls_somewhere_makes_no_guess_cheaper_than_none() -> None:
     costs = CostTable({1: 4.0, 2: 4.2, 4: 4.4, 8: 5.0, 16: 14.0, 32: 12.0})
     for other_rows, sequences in itertools.product((0, 9, 13, 20, 40), (1, 4, 16)):

@@ -29,6 +29,7 @@ PROBE_DEPTH = 4
 FREE_SHARE = 0.02  # of a one-row pass: depths that cost less than this in all are free
 COST_MEMORY = 0.98  # per proposal
 COST_STEP = 1.01
+COST_RETURN = 0.005  # per pass elsewhere in the table
 HOST_STEP = 0.05
 GAIN_STEP = 0.06
 WIDTH_STEP = 0.03
@@ -61,6 +62,11 @@ class CostTable:
     def _known(self) -> list[int]:
         return sorted(self.verify_ms)
 
+    @cached_property
+    def _start(self) -> CostTable:
+        """As it was when the first pass was taken in."""
+        return CostTable(dict(self.verify_ms))
+
     def verify(self, rows: int) -> float:
         """Milliseconds of a pass with ``rows`` rows: linear between measurements and beyond.
 
@@ -90,13 +96,24 @@ class CostTable:
     def learn(self, rows: int, *, verify_ms: float, host_ms: float) -> None:
         """Take in one pass: the entries around ``rows`` move a small step towards it.
 
-        A step of fixed size makes each entry follow the median, so one slow pass does no harm.
+        A step of fixed size makes each entry follow the median, so one slow pass does no harm. The
+        other entries go slowly back to where they stood beside these at the start: a machine that
+        became slower did so for all of them, and an entry that a slow minute raised would never be
+        seen again, since nothing is then guessed so widely.
         """
+        start = self._start  # kept from the first call on
         step = COST_STEP if verify_ms > self.verify(rows) else 1 / COST_STEP
         index = bisect_left(self._known, rows)
-        for known in self._known[max(index - 1, 0) : index + 1]:
+        beside = self._known[max(index - 1, 0) : index + 1]
+        for known in beside:
             share = max(0.0, 1 - abs(known - rows) / rows)
             self.verify_ms[known] *= step**share
+        self._rising = []
+        scale = self.verify(rows) / start.verify(rows)
+        for known in self._known:
+            if known not in beside:
+                due = scale * start.verify(known)
+                self.verify_ms[known] += COST_RETURN * (due - self.verify_ms[known])
         self._rising = []
         self.host_ms += HOST_STEP * (min(host_ms, 4 * self.host_ms + 1) - self.host_ms)
 
