@@ -385,9 +385,11 @@ def test_a_machine_that_gives_fewer_threads_gives_the_same_bits(tmp_path: Path) 
 
     def bits(refuse: int) -> str:
         places = [str(Path(__file__).parents[1]), *sys.path]
+        loaded = [*filter(None, [os.environ.get("LD_PRELOAD")]), str(library)]  # a sanitizer first
+        more = {"LD_PRELOAD": ":".join(loaded), "PYTHONPATH": os.pathsep.join(places)}
         done = subprocess.run(
             [sys.executable, "-c", FEWER_THREADS, str(library), str(refuse)],
-            env={**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join(places)},
+            env={**os.environ, **more},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
