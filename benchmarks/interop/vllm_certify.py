@@ -29,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "peers"))
 
-from install import FOLDER, install  # noqa: E402
+from install import vllm_python  # noqa: E402
 
 from outrider.models.load import find_source  # noqa: E402
 
@@ -142,9 +142,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm-certify")
     parser.add_argument("--only", choices=["plain", "speculative"])
     options = parser.parse_args()
-    if not (FOLDER / "vllm" / "venv").is_dir():
-        install("vllm", FOLDER / "vllm", os.cpu_count() or 1)
-    python = FOLDER / "vllm" / "venv" / "bin" / "python"
+    python = vllm_python()
     model = find_source(options.model).folder
     options.out.mkdir(parents=True, exist_ok=True)
     faults = []

@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "peers"))
 
-from install import FOLDER, install  # noqa: E402
+from install import vllm_python  # noqa: E402
 
 from outrider.evaluate.runs import Run  # noqa: E402
 from outrider.models.load import find_source  # noqa: E402
@@ -81,9 +81,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm-sweep")
     options = parser.parse_args()
-    if not (FOLDER / "vllm" / "venv").is_dir():
-        install("vllm", FOLDER / "vllm", os.cpu_count() or 1)
-    python = FOLDER / "vllm" / "venv" / "bin" / "python"
+    python = vllm_python()
     shutil.rmtree(options.out, ignore_errors=True)
     words = ["sweep", NAME, "--launch", command(python, find_source(options.model).folder)]
     words += ["--engine", "vllm", "--method", "ngram", "--tokens", "3", "-c", "1", "--full"]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "peers"))
 
-from install import FOLDER, install  # noqa: E402
+from install import vllm_python  # noqa: E402
 from vllm_certify import server  # noqa: E402
 
 from outrider.evaluate.runs import Run  # noqa: E402
@@ -113,9 +112,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm-verbs")
     options = parser.parse_args()
-    if not (FOLDER / "vllm" / "venv").is_dir():
-        install("vllm", FOLDER / "vllm", os.cpu_count() or 1)
-    python = FOLDER / "vllm" / "venv" / "bin" / "python"
+    python = vllm_python()
     model = find_source(options.model).folder
     options.out.mkdir(parents=True, exist_ok=True)
     limit, log = ("--limit", str(options.limit)), options.out / "server.log"

@@ -165,6 +165,14 @@ def install(name: str, folder: Path, jobs: int) -> dict[str, object]:
     return facts
 
 
+def vllm_python() -> Path:
+    """The interpreter of vLLM's environment, which is made first where it is not there."""
+    folder = FOLDER / "vllm"
+    if not (folder / "venv").is_dir():
+        install("vllm", folder, os.cpu_count() or 1)
+    return folder / "venv" / "bin" / "python"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("peers", nargs="*", metavar="PEER", help=", ".join(INSTALLERS))

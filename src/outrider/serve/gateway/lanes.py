@@ -195,7 +195,9 @@ async def probe_features(lane: Lane, *, model: str) -> frozenset[str]:
             messages = [{"role": "user", "content": "Say {}"}]
             asked = {"model": lane.model or model, "messages": messages, "max_tokens": 1, **fields}
             async with asyncio.timeout(seconds):
-                reply = await lane.upstream.send("/v1/chat/completions", encode_json(asked), _JSON)
+                reply = await lane.upstream.send(
+                    "/v1/chat/completions", encode_json(asked), JSON_BODY
+                )
                 await reply.close()
             if 400 <= reply.status < 500 and reply.status not in _NO_ANSWER:
                 lacking.add(feature)
@@ -203,7 +205,7 @@ async def probe_features(lane: Lane, *, model: str) -> frozenset[str]:
 
 
 _NO_ANSWER = (401, 403, 404, 408, 429)
-_JSON = {"content-type": "application/json"}
+JSON_BODY = {"content-type": "application/json"}
 
 
 def monotonic() -> float:

@@ -61,10 +61,15 @@ def compare(base: Reading, other: Reading, *, exact: bool) -> tuple[Agreement, s
 def other_prompt(base: Reading, other: Reading) -> str:
     """How the engines read one prompt, where they read it otherwise, in a line; empty where they
     agree or do not tell. Holds at every temperature: what is sampled does not enter."""
-    one, two = base.prompt_tokens, other.prompt_tokens
+    return unequal_prompts("one prompt", base.prompt_tokens, other.prompt_tokens)
+
+
+def unequal_prompts(what: str, one: int | None, two: int | None) -> str:
+    """That two engines count another number of tokens in one prompt; empty where they do not, or
+    do not tell."""
     if one is None or two is None or one == two:
         return ""
-    return f"one prompt is {one} and {two} tokens: another tokenizer or chat template"
+    return f"{what} is {one} and {two} tokens: another tokenizer or chat template"
 
 
 def first_difference(one: str, two: str) -> int:

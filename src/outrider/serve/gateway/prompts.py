@@ -12,7 +12,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from outrider.serve.gateway.lanes import Lane
+from outrider.serve.gateway.lanes import JSON_BODY, Lane
+from outrider.serve.gateway.parity import unequal_prompts
 from outrider.serve.gateway.upstream import UpstreamFault
 from outrider.serve.wire import encode_json
 
@@ -23,7 +24,6 @@ SAMPLES: Final = (
     "Größe naïve café \u4f60\u597d \u043f\u0440\u0438\u0432\u0435\u0442 \U0001f600",
     "def f(x):\n    return  {'a': x ** 2}\t# tabs\n\n\n",
 )
-_JSON: Final = {"content-type": "application/json"}
 
 
 async def prompt_tokens(lane: Lane, *, model: str) -> list[int | None]:
@@ -38,19 +38,17 @@ async def prompt_tokens(lane: Lane, *, model: str) -> list[int | None]:
 
 def read_otherwise(one: Sequence[int | None], two: Sequence[int | None]) -> str:
     """Where two engines' counts differ, in a line; empty where they agree or do not tell."""
-    for place, (a, b) in enumerate(zip(one, two, strict=True)):
-        if a is not None and b is not None and a != b:
-            return (
-                f"sample prompt {place + 1} is {a} and {b} tokens: another tokenizer or chat "
-                "template"
-            )
-    return ""
+    differences = (
+        unequal_prompts(f"sample prompt {place}", a, b)
+        for place, (a, b) in enumerate(zip(one, two, strict=True), start=1)
+    )
+    return next(filter(None, differences), "")
 
 
 async def _count(lane: Lane, text: str, *, model: str) -> int | None:
     messages = [{"role": "user", "content": text}]
     asked = {"model": lane.model or model, "messages": messages, "max_tokens": 1, "temperature": 0}
-    headers = {**_JSON, **lane.headers}
+    headers = {**JSON_BODY, **lane.headers}
     reply = await lane.upstream.send("/v1/chat/completions", encode_json(asked), headers)
     try:
         if reply.status != 200:
