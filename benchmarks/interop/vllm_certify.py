@@ -2,6 +2,7 @@
 
     python benchmarks/interop/vllm_certify.py                   # some minutes on two cores
     python benchmarks/interop/vllm_certify.py --requests 2000   # with the power of a certificate
+    python benchmarks/interop/vllm_certify.py --json FILE       # and both certificates as a result
 
 Three runs of vLLM's own server: without speculation (all must pass); with a draft model, greedy
 (must pass); and the same sampled (must fail: up to 0.33 its CPU build samples from uninitialised
@@ -32,6 +33,8 @@ sys.path.insert(0, str(HERE.parent / "peers"))
 from install import vllm_python  # noqa: E402
 
 from outrider.models.load import find_source  # noqa: E402
+from outrider.records.files import write_json  # noqa: E402
+from outrider.records.manifest import run_manifest  # noqa: E402
 
 START_S, END_S = 900.0, 30.0
 GUESSES = 3
@@ -141,11 +144,14 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "vllm-certify")
     parser.add_argument("--only", choices=["plain", "speculative"])
+    parser.add_argument("--json", type=Path, help="for the result")
     options = parser.parse_args()
     python = vllm_python()
     model = find_source(options.model).folder
     options.out.mkdir(parents=True, exist_ok=True)
-    faults = []
+    asked = {"model": options.model, "requests": options.requests, "only": options.only}
+    manifest = run_manifest(seed=None, options=asked)
+    faults, runs = [], []
     for speculate, wanted in EXPECTED:
         kind = "speculative" if speculate else "plain"
         if options.only not in (None, kind):
@@ -154,8 +160,14 @@ def main() -> int:
         with server(python, model, log, speculate=speculate) as url:
             out = options.out / f"{kind}.json"
             out.unlink(missing_ok=True)
+            begin = time.monotonic()
             found = certify(url, list(wanted), options.requests, out)
+        seconds = round(time.monotonic() - begin, 1)
+        runs.append({"server": kind, "seconds": seconds, "wanted": wanted, "certificate": found})
         faults += [f"{kind}: {fault}" for fault in unexpected(found, wanted)]
+    if options.json:
+        told = {"manifest": manifest.finish().to_dict(), "runs": runs, "faults": faults}
+        write_json(options.json, told)
     print("\n".join(faults) or "every verdict is as it must be")
     return 1 if faults else 0
 

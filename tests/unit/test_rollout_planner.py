@@ -46,6 +46,8 @@ def twin(load: Load, engine: Engine) -> tuple[list[float], list[float]]:
             now = load.arrivals[waiting[0]]
             continue
         room = engine.busy_chunk if running else engine.chunk
+        if engine.step_tokens is not None:
+            room = engine.step_tokens - len(running) * (1 + depth)
         rows, through = 0, []
         for entry in reading:
             taken = min(entry[1], room - rows)
@@ -69,8 +71,10 @@ def twin(load: Load, engine: Engine) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("reached", [(), (0.7, 0.5, 0.35)])
 @pytest.mark.parametrize("rate", [1.0, 4.0, 40.0])
-def test_jumps_and_steps_agree(reached, rate):
-    engine = Engine(COSTS, reached, adaptive=False, slots=4, chunk=64, busy_chunk=16)
+@pytest.mark.parametrize("step_tokens", [None, 24])
+def test_jumps_and_steps_agree(reached, rate, step_tokens):
+    shape = {"slots": 4, "chunk": 64, "busy_chunk": 16, "step_tokens": step_tokens}
+    engine = Engine(COSTS, reached, adaptive=False, **shape)
     rng = np.random.default_rng(3)
     load = Load(
         np.cumsum(rng.exponential(1000 / rate, 200)).tolist(),
@@ -110,6 +114,15 @@ def test_one_request_by_hand():
     served = serve(Load([5.0], [64], [40.0]), engine)
     assert served.first[0] == pytest.approx(5 + COSTS.verify(64) + 0.4)
     assert served.last[0] - served.first[0] == pytest.approx(40 * 4.9)
+
+
+def test_prompts_get_what_decoding_leaves_of_a_step():
+    """Two decode one token in each step; of 10 tokens, 8 are left for the third's prompt of 20."""
+    engine = Engine(COSTS, (), slots=4, step_tokens=10)
+    served = serve(Load([0.0, 0.0, 100.0], [5, 5, 20], [90.0, 90.0, 0.0]), engine)
+    steps = [COSTS.verify(10) + 0.4] * 2 + [COSTS.verify(6) + 0.4]  # 8 + 8 + 4
+    wait = served.first[2] - 100
+    assert sum(steps) <= wait < sum(steps) + COSTS.verify(2) + 0.4
 
 
 def test_speculation_helps_where_rows_are_free():
@@ -154,6 +167,7 @@ def test_overload_is_seen_and_replicas_are_counted():
         lambda: Engine(COSTS, (0.5, 0.6)),
         lambda: Engine(COSTS, (1.5,)),
         lambda: Engine(COSTS, slots=0),
+        lambda: Engine(COSTS, (0.5,), slots=8, step_tokens=16),
         lambda: Traffic(0.0, Lengths(1), Lengths(1)),
         lambda: simulate(TRAFFIC, ENGINE, replicas=0),
     ],

@@ -49,6 +49,10 @@ def plan(
     slots: Annotated[int, typer.Option(help="Sequences at once, per replica.")] = 16,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 256,
     busy_chunk: Annotated[int, typer.Option(help="The same while others decode.")] = 64,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(help="In their place: tokens per step, all together (vLLM's batched tokens)."),
+    ] = None,
     ttft_ms: Annotated[
         float | None, typer.Option(help="Aim for P95 of the time to the first token.")
     ] = None,
@@ -75,6 +79,7 @@ def plan(
         slots=slots,
         chunk=chunk,
         busy_chunk=busy_chunk,
+        step_tokens=step_tokens,
     )
     traffic = planner.Traffic(
         rate,

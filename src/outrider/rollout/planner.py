@@ -1,9 +1,10 @@
 """What a fleet would do under given traffic, with and without speculation: a simulation.
 
-Continuous batching as the embedded engine schedules it: a step carries every decoding sequence and
-a chunk of prompts, first come first served; its cost comes from a measured table by rows. Between
-two events (an arrival, an end, a prompt that is read) all steps are alike, so the clock jumps over
-them: a million requests are a few million events. It knows no model and no engine, only numbers.
+Continuous batching: a step carries every decoding sequence and a chunk of prompts, first come first
+served; its cost comes from a measured table by rows. The chunk is the embedded engine's, or what
+decoding leaves of a bound on all tokens of a step, as in vLLM. Between two events (an arrival, an
+end, a prompt that is read) all steps are alike, so the clock jumps over them: a million requests
+are a few million events. It knows no model and no engine, only numbers.
 
 What is not in it: the growing cost of long contexts, prefix reuse, cancelled requests, and a cache
 that fills before the slots do.
@@ -87,6 +88,8 @@ class Engine:
         adaptive: per batch size, guess only as deep as pays by the costs.
         slots: sequences at once.
         chunk, busy_chunk: prompt tokens per step, alone and while others decode.
+        step_tokens: most tokens of a step, of decoding and prompts together; in place of the
+            chunks. vLLM's `--max-num-batched-tokens`.
     """
 
     costs: Costs
@@ -95,6 +98,7 @@ class Engine:
     slots: int = 16
     chunk: int = 256
     busy_chunk: int = 64
+    step_tokens: int | None = None
 
     def __post_init__(self) -> None:
         falling = all(a >= b for a, b in pairwise(self.reached))
@@ -104,6 +108,12 @@ class Engine:
             )
         if min(self.slots, self.chunk, self.busy_chunk) < 1:
             raise InvalidParameter("slots and chunks are at least 1")
+        most = self.slots * (1 + len(self.reached))
+        if self.step_tokens is not None and self.step_tokens <= most:
+            raise InvalidParameter(
+                f"a step of {self.step_tokens} tokens leaves prompts no room beside {self.slots} "
+                f"sequences that decode; use more than {most}, or fewer slots"
+            )
 
     @property
     def plain(self) -> Engine:
@@ -115,6 +125,12 @@ class Engine:
         if not self.adaptive or not self.reached:
             return len(self.reached)
         return max(range(len(self.reached) + 1), key=lambda depth: self.rate(sequences, depth))
+
+    def room(self, sequences: int, *, depth: int) -> int:
+        """Prompt tokens of a step beside so many sequences that decode."""
+        if self.step_tokens is not None:
+            return self.step_tokens - sequences * (1 + depth)
+        return self.busy_chunk if sequences else self.chunk
 
     def rate(self, sequences: int, depth: int) -> float:
         """Expected tokens per millisecond."""
@@ -225,6 +241,7 @@ class _Tables:
         self._depths = [engine.depth(b) if b else 0 for b in range(engine.slots + 1)]
         whole = engine.gain(len(engine.reached))
         self.pace = [engine.gain(depth) / whole for depth in self._depths]
+        self.room = [engine.room(b, depth=depth) for b, depth in enumerate(self._depths)]
         self._ms: dict[tuple[int, int], float] = {}
 
     def ms(self, batch: int, rows: int) -> float:
@@ -263,7 +280,7 @@ def serve(load: Load, engine: Engine) -> Served:
         ready: list[int] = []
         jump = n * 1_000_000
         if reading:
-            chunk = engine.busy_chunk if batch else engine.chunk
+            chunk = tables.room[batch]
             whole = (reading[0][0] - 1) // chunk  # chunks before the one that ends the prompt
             rows, jump = (chunk, whole) if whole else (_read(reading, chunk, ready), 1)
         step = tables.ms(batch, rows)
@@ -507,7 +524,8 @@ def crossover(
 def _most_rate(traffic: Traffic, engine: Engine) -> float:
     """Requests per second that one replica can just bear with all slots decoding."""
     tokens, prompt = max(traffic.output.mean - 1, 1), traffic.prompt.mean
-    share = prompt / (engine.busy_chunk * tokens / engine.slots + prompt)
-    rows = round(engine.busy_chunk * share)
+    room = engine.room(engine.slots, depth=0)
+    share = prompt / (room * tokens / engine.slots + prompt)
+    rows = round(room * share)
     step = engine.step_ms(engine.slots, depth=0, prompt_rows=rows)
     return engine.slots / (tokens * step) * 1000
