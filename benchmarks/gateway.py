@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+from served import free_port
 
 WORDS = 32  # chunks of a stream
 
@@ -72,12 +73,6 @@ def run_gateway(engine: int, port: int, admin: int, folder: str) -> None:
         }
     )
     asyncio.run(serve_rollout(config, source=None, embedded=None, listening=lambda address: None))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

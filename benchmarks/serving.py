@@ -18,15 +18,12 @@ which includes what of it the server had to wait for.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import random
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -36,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from served import outrider_serve
 
 from outrider.core.sampling import SamplingParams
 from outrider.engine import Engine, EngineConfig
@@ -68,28 +66,6 @@ class Answer:
     def token_ms(self) -> float:
         """Milliseconds between tokens, the first one's wait left out."""
         return 1000 * (self.last - self.first) / max(self.tokens - 1, 1)
-
-
-@contextlib.contextmanager
-def server(target: str, drafter: str, slots: int) -> Iterator[str]:
-    """The address of a server with the plain and one speculative profile."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
-    command = [sys.executable, "-m", "outrider", "serve", target, "--drafter", drafter]
-    command += ["--port", str(port), "--slots", str(slots)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(1200):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            if process.poll() is not None:
-                raise SystemExit(f"the server ended: {' '.join(command)}")
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 @dataclass(frozen=True)
@@ -263,7 +239,9 @@ def main() -> None:
         options={k: str(v) for k, v in vars(options).items()},
     )
     before = os.getloadavg()
-    with server(options.target, options.drafter, max(clients)) as root:
+    command = [options.target, "--drafter", options.drafter, "--slots", str(max(clients))]
+    with outrider_serve(command) as served:
+        root = served.root
         for model_name in (options.target, f"{options.target}@{BASELINE}"):
             load(root, model_name, warm, clients=1, tokens=options.max_tokens)
         cells = []
