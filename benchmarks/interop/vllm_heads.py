@@ -295,16 +295,25 @@ def replay_along(
     ]
 
 
+def for_vllm(folder: Path, copy: Path, target: Path, *, name: str) -> Head:
+    """A head as vLLM reads one, written to a new folder: bf16, Speculators layout.
+
+    Args:
+        target: the target's folder; `name` is what it is called.
+    """
+    facts = folder_facts(target, name=name)
+    stored = read_head(folder, target=facts)
+    check_fit(stored.config, facts)
+    write_head(stored, copy, layout="speculators", precision="bf16")
+    return read_head(copy, target=facts)
+
+
 def check_head(folder: Path, loaded: LoadedModel, question: Question) -> dict[str, Any]:
     """One head in both engines."""
     k = question.k
     with tempfile.TemporaryDirectory() as place:
         same = Path(place) / "head"
-        facts = folder_facts(loaded.source, name=loaded.spec)
-        stored = read_head(folder, target=facts)
-        check_fit(stored.config, facts)
-        write_head(stored, same, layout="speculators", precision="bf16")
-        head = read_head(same, target=facts)
+        head = for_vllm(folder, same, loaded.source, name=loaded.spec)
         theirs = ask_vllm(loaded, same, question)
     written = [answer["tokens"] for answer in theirs["answers"]]
     answers, runs = answer_ourselves(head, loaded, question)

@@ -17,6 +17,10 @@ class InvalidParameter(OutriderError, ValueError):
     """A request or a configuration asks for something out of range."""
 
 
+class GrammarLimit(InvalidParameter):
+    """Following a grammar takes more work than one request may cost; it would every time."""
+
+
 class InvalidTree(OutriderError, ValueError):
     """A draft tree breaks its own rules; a fault of the drafter that made it."""
 

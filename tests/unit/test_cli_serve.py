@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,9 @@ import pytest
 
 from outrider.cli.serve import configuration
 from outrider.errors import InvalidParameter
-from outrider.serve.config import ServerConfig, load_config, make_config
+from outrider.serve.config import ServerConfig, Tls, load_config, make_config
+from outrider.serve.run import check_tls, serve
+from outrider.testing.serving import fake_service
 
 FILE = """
 target: smollm2-135m
@@ -183,3 +186,44 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
             command, capture_output=True, text=True, timeout=60, env=environment, check=False
         )
     assert done.returncode == 3 and f"127.0.0.1:{port} cannot be listened on" in done.stderr
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_files_of_tls_that_cannot_be_used_are_told_before_a_model_is_loaded(
+    tmp_path: Path, there: bool
+) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    if there:
+        for path in (certificate, key):
+            path.write_text("no certificate")
+    with pytest.raises(InvalidParameter, match=r"tls: certificate .*cert\.pem .* cannot be used"):
+        check_tls(Tls(certificate=certificate, key=key))
+    what = write(tmp_path, f"target: nowhere\ntls: {{certificate: {certificate}, key: {key}}}")
+    command = [sys.executable, "-m", "outrider", "serve", what]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "error: tls: certificate" in ended.stderr and "loading" not in ended.stderr
+
+
+def test_a_server_that_fails_does_not_end_as_if_all_were_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(server: object) -> None:
+        raise RuntimeError("a fault of uvicorn")
+
+    monkeypatch.setattr("outrider.serve.run._Server.serve", fail)
+    told: list[str] = []
+    with pytest.raises(RuntimeError, match="a fault of uvicorn"):
+        asyncio.run(serve(fake_service(), listening=told.append, signals=False))
+    assert not told
+
+
+def test_a_mistyped_name_is_told_before_what_it_leaves_missing() -> None:
+    with pytest.raises(InvalidParameter, match="targt is unknown; did you mean target"):
+        make_config({"targt": "m"})
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:4318", "http://", "ftp://host/x"])
+def test_traces_go_to_an_http_address(address: str) -> None:
+    with pytest.raises(InvalidParameter, match=r"traces: is '.*'; use an address as in http://"):
+        make_config({"target": "m", "traces": address})

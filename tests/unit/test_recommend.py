@@ -13,6 +13,7 @@ from outrider.backends.settings import (
     Setting,
     engine_flags,
     llamacpp_flags,
+    own_profile,
     sglang_flags,
     tensorrt_llm_config,
     vllm_config,
@@ -219,7 +220,12 @@ def test_each_engines_words():
     for make in (sglang_flags, llamacpp_flags):
         with pytest.raises(UnsupportedOption, match="no method suffix"):
             make(Setting("suffix", 3))
-    for wrong in (("telepathy",), ("ngram", 0), ("eagle3", 3)):
+    shipped = Setting("eagle3", 3)
+    assert own_profile(shipped)["drafter"] == "eagle3"
+    for make in (vllm_config, sglang_flags, tensorrt_llm_config, llamacpp_flags):
+        with pytest.raises(UnsupportedOption, match="write eagle3=PATH"):
+            make(shipped)
+    for wrong in (("telepathy",), ("ngram", 0)):
         with pytest.raises(InvalidParameter):
             Setting(*wrong)
 

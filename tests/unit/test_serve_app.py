@@ -1142,3 +1142,50 @@ def test_signals_do_afterwards_what_they_did_before() -> None:
     finally:
         for number, was in before.items():
             signal.signal(number, was)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_turns_out_too_complex_is_the_requests_own_fault(stream: bool) -> None:
+    wanted = {"type": "regex", "regex": "(a{1000}){1000}"}
+    response = post(CHAT, chat_body(response_format=wanted, stream=stream))
+    body = response.events[-1] if response.status == 200 else response.json()
+    error = body["error"]
+    assert error["code"] == "too_complex" and "use a simpler one" in error["message"]
+    assert error["type"] == "invalid_request_error"
+    if not stream:
+        assert response.status == 400 and response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"stop": 5}, "stop"),
+    ],
+)
+def test_faults_are_named_as_the_request_names_them(wrong: dict[str, Any], param: str) -> None:
+    response = post(CHAT, chat_body(**wrong))
+    error = refusal(response)
+    assert (response.status, error["param"]) == (400, param)
+    assert error["message"].startswith(param)
+
+
+def test_a_number_of_thousands_of_digits_is_refused() -> None:
+    long = (
+        b'{"model": "fake", "messages": [], "tool_choice": {"type": 1}, "x": ' + b"9" * 5000 + b"}"
+    )
+    for lenient in (False, True):
+        service = fake_service(ignore_unknown=lenient)
+        assert post(CHAT, long, service).status == 400
+
+
+def test_a_model_with_an_empty_profile_is_not_here() -> None:
+    response = post(CHAT, chat_body(model=f"{NAME}@"))
+    assert (response.status, refusal(response)["code"]) == (404, "model_not_found")

@@ -13,7 +13,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine import Engine, EngineConfig, FixedBudget
 from outrider.engine.grammar import CACHED, JSON_OBJECT, Follower, GrammarCompiler, GrammarSource
-from outrider.errors import InvalidParameter
+from outrider.errors import GrammarLimit, InvalidParameter
 from outrider.testing.fakes import END, ByteTokenizer
 from outrider.testing.serving import text_target
 
@@ -136,6 +136,24 @@ def test_what_is_no_grammar_is_refused_in_one_line(
     with pytest.raises(InvalidParameter, match="cannot be used") as refusal:
         compiler.start(source)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [(r"(a)\1", "backreferences"), ("(?=a)b", "look-around"), ("[z-a]", "the start must be")],
+)
+def test_what_is_wrong_with_a_regular_expression_is_said(
+    compiler: GrammarCompiler, pattern: str, reason: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=f"the regex cannot be used: .*{reason}"):
+        start(compiler, pattern)
+
+
+def test_a_grammar_beyond_the_limits_is_called_that(compiler: GrammarCompiler) -> None:
+    follower = start(compiler, "(a{1000}){1000}")
+    follower.allowed(())
+    with pytest.raises(GrammarLimit, match="too complex"):
+        follower.advance(b"a" * 50)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from outrider.errors import DrafterMismatch
 from outrider.models.heads.files import Head, read_head
 from outrider.models.load import load_model
 from outrider.rollout.feedback import Case, FeedbackFolder
-from outrider.train.acceptance import Probe, serve
+from outrider.train.acceptance import Probe, head_builder, serve
 from outrider.train.feedback import read_feedback
 from outrider.train.prepare import TrainingData
 from outrider.train.prompts import make_prompt
@@ -79,16 +79,16 @@ def test_a_trained_head_is_accepted_more_than_an_untrained_one(train, target, tm
     assert head.provenance["data"]["source"] == "prompts of mine.jsonl"
     assert str(tmp_path) not in json.dumps(head.provenance)
     asked = held_out_prompts(data.split(True), 4)
-    after = serve(model.target, head, asked, Probe(max_tokens=40), source=target)
+    build = head_builder(model.target, head, source=target)
+    after = serve(model.target, build, asked, Probe(max_tokens=40))
     tokens = draft_vocabulary(
         data.split(False), size=200, vocab_size=270, always=model.target.end_tokens
     )
     decoder = runnable(model.target)
     frozen = frozen_parts(decoder, target_head_rows(decoder, target, tokens))
     start = with_vocabulary(initial_tensors(head.config, frozen, seed=0), tokens, 270)
-    before = serve(
-        model.target, Head(head.config, start), asked, Probe(max_tokens=40), source=target
-    )
+    untrained = head_builder(model.target, Head(head.config, start), source=target)
+    before = serve(model.target, untrained, asked, Probe(max_tokens=40))
     assert after.acceptance_length > before.acceptance_length + 0.3
     assert after.drafted > after.accepted > 0  # some guesses are right, some are not
     page = (tmp_path / "out" / "report.html").read_text()

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from models_files import write_folder
 from train_fakes import FAST, FEATURES, VOCAB, ShiftedStore, learner, tiny_data, tiny_model
 
 from outrider.drafters.heads import runnable, target_head_rows
 from outrider.drafters.medusa import RANKS
 from outrider.errors import DrafterMismatch, InvalidParameter, NoSpace, TrainingFailed
 from outrider.models.heads.files import Head, read_head
+from outrider.models.load import open_folder
 from outrider.models.tiny import tiny_config
 from outrider.train import checkpoint
 from outrider.train.acceptance import head_builder
@@ -27,7 +29,9 @@ from outrider.train.draft_model import (
     DraftModule,
     check_trainable,
     draft_model_builder,
-    first_layers,
+    draw_words,
+    picked_layers,
+    start_layers,
 )
 from outrider.train.learners import HeadLearner, Learner, known_tokens
 from outrider.train.loop import BEST, CHECKPOINT, LOG, Loop, Progress
@@ -58,7 +62,7 @@ def make(style: str, home: Path, config: TrainConfig = FAST) -> Learner:
     if style != "draft_model":
         return learner(style, model, data, config)[0]
     target = runnable(model.target)
-    small, tensors = first_layers(model.source, 2)
+    small, tensors = start_layers(model.source, 2)
     rows = target_head_rows(target, model.source, torch.arange(target.vocab_size))
     return DraftModelLearner(
         DraftModule(small, tensors),
@@ -66,6 +70,7 @@ def make(style: str, home: Path, config: TrainConfig = FAST) -> Learner:
         config,
         stored=FEATURES,
         last=target.layers,
+        frequent=torch.arange(target.vocab_size),
     )
 
 
@@ -101,9 +106,25 @@ def test_a_run_goes_on_from_a_head(home: Path, tmp_path: Path) -> None:
         assert head.provenance["started_from"]["style"] == "eagle3"
         for name, value in one.tensors.items():
             torch.testing.assert_close(head.tensors[name], value, rtol=1e-2, atol=1e-4)
-    other = RunConfig("draft_model", 90, still, gate_steps=0, start=tmp_path / "one")
-    with pytest.raises(InvalidParameter, match="leave it out"):
-        train_head(model, data, other, work=tmp_path / "w-small", out=tmp_path / "small")
+
+
+def test_a_run_goes_on_from_a_draft_model(home: Path, tmp_path: Path) -> None:
+    model, data = tiny_model(home), tiny_data(home)
+    still = replace(FAST, epochs=0.01, muon_rate=1e-9, rate=1e-9, evaluate_every=1)
+    quick = replace(FAST, evaluate_every=1)
+    first = RunConfig("draft_model", 50, quick, gate_steps=0, held_out=2, layers=2)
+    train_head(model, data, first, work=tmp_path / "w1", out=tmp_path / "one")
+    again = replace(first, train=still, layers=3, start=tmp_path / "one")
+    train_head(model, data, again, work=tmp_path / "w2", out=tmp_path / "two")
+    one, two = (start_layers(model.source, 9, tmp_path / name) for name in ("one", "two"))
+    assert len(two[0].layers) == 2
+    fresh = start_layers(model.source, 2)[1]
+    for name, value in one[1].items():
+        torch.testing.assert_close(two[1][name], value, rtol=1e-2, atol=1e-4)
+    assert any(not torch.equal(one[1][name], value) for name, value in fresh.items())
+    write_folder(tmp_path / "other", num_key_value_heads=4)
+    with pytest.raises(DrafterMismatch, match="no draft model of this target"):
+        start_layers(model.source, 2, tmp_path / "other")
 
 
 # ----------------------------------------------------------------------------------------- losses
@@ -121,6 +142,43 @@ def test_losses_by_hand():
     assert feature_loss(torch.zeros(1, 2), torch.tensor([[0.5, 2.0]])).item() == pytest.approx(
         (0.125 + 1.5) / 2
     )
+
+
+def test_a_draft_model_starts_from_layers_far_apart(home):
+    assert picked_layers(1, 30) == [0] and picked_layers(4, 30) == [0, 10, 19, 29]
+    assert picked_layers(3, 4) == [0, 2, 3]
+    source = tiny_model(home).source
+    _, stored = open_folder(source)
+    _, start = start_layers(source, 3)
+    for place, old in enumerate(picked_layers(3, 4)):
+        weight = "self_attn.q_proj.weight"
+        mine, theirs = f"model.layers.{place}.{weight}", f"model.layers.{old}.{weight}"
+        assert torch.equal(start[mine], stored.read(theirs))
+
+
+def test_words_of_a_loss():
+    """All that the batch needs, and others that stand for the rest, the same ones every time."""
+    frequent, answered = torch.tensor([1, 3, 5]), torch.tensor([5, 7, 7])
+    words = draw_words(frequent, answered, 20, 4)
+    assert words.ids[:4].tolist() == [1, 3, 5, 7] and words.offset[:4].tolist() == [0.0] * 4
+    drawn = words.ids[4:].tolist()
+    assert len(set(drawn)) == 4 and not set(drawn) & {1, 3, 5, 7}
+    assert words.offset[4:].exp().tolist() == pytest.approx([16 / 4] * 4)
+    assert torch.equal(draw_words(frequent, answered, 20, 4).ids, words.ids)
+    assert draw_words(frequent, answered + 1, 20, 4).ids.tolist() != words.ids.tolist()
+    every = draw_words(frequent, answered, 20, 16)
+    assert every.ids.tolist() == list(range(20)) and not every.offset.any()
+
+
+def test_drawn_words_estimate_the_whole_vocabulary():
+    """The mean over many draws of the sum of exponentials is that of all tokens."""
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    frequent = torch.arange(10)
+    sums = []
+    for seed in range(1, 401):
+        words = draw_words(frequent, torch.tensor([seed % 10, seed // 10 % 10] * seed), 200, 40)
+        sums.append(float((logits[words.ids] + words.offset).exp().sum()))
+    assert sum(sums) / len(sums) == pytest.approx(float(logits.exp().sum()), rel=0.02)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -57,7 +57,7 @@ class Setting:
         tokens: most guesses per step along a path, the root not counted; `None` leaves it to the
             engine (our own budget, for one).
         nodes: most guesses per step in a tree; `None` for a chain.
-        model: the drafter's files, where the method has some.
+        model: the drafter's files, where the method has some; our own engine has heads that ship.
         more: further fields of the engine's own, such as `prompt_lookup_max`.
         label: the name to go by; `None` for one made of the rest.
     """
@@ -76,8 +76,6 @@ class Setting:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameter(f"{name} is {value}; use 1 or more")
-        if self.method in NEEDS_MODEL and not self.model:
-            raise InvalidParameter(f"method {self.method} needs a model; write {self.method}=PATH")
 
     @property
     def name(self) -> str:
@@ -123,6 +121,19 @@ def own_profile(setting: Setting) -> dict[str, Any]:
     return profile
 
 
+def _files(setting: Setting, engine: str) -> str | None:
+    """The drafter's files, which only our own engine has of its own.
+
+    Raises:
+        UnsupportedOption: the method has some, and they are not named.
+    """
+    if setting.method in NEEDS_MODEL and not setting.model:
+        raise UnsupportedOption(
+            f"method {setting.method} needs a model in {engine}; write {setting.method}=PATH"
+        )
+    return setting.model
+
+
 def vllm_config(setting: Setting, *, schedule: Schedule = ()) -> dict[str, Any]:
     """The value of `--speculative-config`.
 
@@ -137,8 +148,9 @@ def vllm_config(setting: Setting, *, schedule: Schedule = ()) -> dict[str, Any]:
     if setting.nodes is not None:
         raise UnsupportedOption("vLLM verifies chains only; leave out the number of nodes")
     config: dict[str, Any] = {"method": setting.method}
-    if setting.model is not None:
-        config["model"] = setting.model
+    model = _files(setting, "vLLM")
+    if model is not None:
+        config["model"] = model
     if setting.tokens is not None:
         config["num_speculative_tokens"] = setting.tokens
     if schedule:
@@ -155,8 +167,9 @@ def sglang_flags(setting: Setting) -> list[str]:
     if setting.method not in _SGLANG:
         raise UnsupportedOption(f"SGLang has no method {setting.method}")
     flags = ["--speculative-algorithm", _SGLANG[setting.method]]
-    if setting.model is not None:
-        flags += ["--speculative-draft-model-path", setting.model]
+    model = _files(setting, "SGLang")
+    if model is not None:
+        flags += ["--speculative-draft-model-path", model]
     if setting.tokens is not None:
         width = setting.nodes or setting.tokens
         flags += ["--speculative-num-draft-tokens", str(width + 1)]
@@ -178,8 +191,9 @@ def tensorrt_llm_config(setting: Setting, *, schedule: Schedule = ()) -> dict[st
     if setting.method not in _TENSORRT_LLM:
         raise UnsupportedOption(f"TensorRT-LLM has no method {setting.method}")
     config: dict[str, Any] = {"decoding_type": _TENSORRT_LLM[setting.method]}
-    if setting.model is not None:
-        config["speculative_model"] = setting.model
+    model = _files(setting, "TensorRT-LLM")
+    if model is not None:
+        config["speculative_model"] = model
     if setting.tokens is not None:
         config["max_draft_len"] = setting.tokens
     lengths = {to: tokens for _, to, tokens in schedule if tokens}
@@ -197,8 +211,9 @@ def llamacpp_flags(setting: Setting) -> list[str]:
     if setting.method not in _LLAMACPP:
         raise UnsupportedOption(f"llama.cpp has no method {setting.method}")
     flags = ["--spec-type", _LLAMACPP[setting.method]]
-    if setting.model is not None:
-        flags += ["--spec-draft-model", setting.model]
+    model = _files(setting, "llama.cpp")
+    if model is not None:
+        flags += ["--spec-draft-model", model]
     if setting.tokens is not None:
         own = setting.method == "ngram"
         flags += ["--spec-ngram-simple-size-m" if own else "--spec-draft-n-max"]

@@ -82,6 +82,7 @@ def serve(
         )
         return
     config = configuration(what, drafter=drafter, given=given, engine=engine)
+    _check_files(config)
     for profile in config.profiles.values():
         check_drafter(profile.drafter)
     _run(session, config, threads=threads)
@@ -114,6 +115,14 @@ def configuration(
     if keys:
         values["keys"] = [*values.get("keys", ()), *keys]
     return make_config(values, source=what if from_file else "options")
+
+
+def _check_files(config: ServerConfig) -> None:
+    """What can be told to be wrong before a model is loaded."""
+    if config.tls is not None:
+        from outrider.serve.run import check_tls
+
+        check_tls(config.tls)
 
 
 def _describes_rollout(what: str) -> bool:

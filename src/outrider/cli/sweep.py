@@ -25,7 +25,8 @@ def sweep(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="ngram, suffix, hybrid, draft_model=PATH, eagle3=PATH ...; by comma or repeated. "
+            help="ngram, suffix, hybrid, eagle3, eagle3=PATH, draft_model=PATH ...; by comma or "
+            "repeated; a head without a path is the one that ships. "
             "Plain decoding is always measured beside them. Default: ngram,suffix."
         ),
     ] = None,

@@ -37,7 +37,7 @@ from outrider.engine.memory import allocating, memory_plan
 from outrider.engine.scheduler import Waiting, schedule
 from outrider.engine.sequence import Completion, FinishReason, Sequence, Update
 from outrider.engine.slots import Place, SlotPool
-from outrider.errors import InvalidParameter, OutriderError
+from outrider.errors import GrammarLimit, InvalidParameter, OutriderError
 from outrider.kernels.native import owning_the_cores
 from outrider.models.native import NativeTransformer
 from outrider.models.paths import cache_folder
@@ -502,7 +502,8 @@ class Engine:
             log.warning("request %d ends by a fault: %r", sequence.id, fault)
             if self._cache.staged[slot]:
                 self._cache.keep(slot, ())
-            return _Settled(sequence.end("error", _explain(fault)))
+            refused = isinstance(fault, GrammarLimit)
+            return _Settled(sequence.end("error", _explain(fault), refused=refused))
 
     def _conclude(self, item: _Work, rows: _Rows, layers: tuple[int, ...]) -> _Settled:
         running, sequence = item.running, item.running.sequence

@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.core.grammar import Mask
-from outrider.errors import InvalidParameter
+from outrider.errors import GrammarLimit, InvalidParameter
 from outrider.models.tokenizer import TextModel
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Follower:
                 continue
             self._walk(())
             if not self._matcher.consume_token(token):
-                raise InvalidParameter("the grammar does not allow what was generated")
+                raise self._refusal()
         if not self._ahead:
             self._check()
 
@@ -168,7 +168,13 @@ class Follower:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise InvalidParameter("the grammar is too complex to go on; use a simpler one")
+            raise self._refusal()
+
+    def _refusal(self) -> InvalidParameter:
+        """Why the matcher gave up: what was generated, or what following it costs."""
+        if "satisfy the grammar" in self._matcher.get_error():
+            return InvalidParameter("the grammar does not allow what was generated")
+        return GrammarLimit("the grammar is too complex to go on; use a simpler one")
 
 
 class GrammarCompiler:
@@ -217,5 +223,7 @@ def _translate(source: GrammarSource) -> str:
 
 
 def _reason(error: str) -> str:
-    line = next((line.strip() for line in error.splitlines() if line.strip()), "is not valid")
-    return f"cannot be used: {line[:200]}"
+    """The line that says what is wrong: of a regular expression's, the one behind its picture."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["it is not valid"]
+    named = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
+    return f"cannot be used: {next(named, lines[0])[:200]}"

@@ -37,6 +37,7 @@ class Update:
         finish_reason: set in the last update. "cancelled" by its owner, "expired" in the queue,
             "error" by a fault.
         error: one line, with finish_reason "error" or "expired".
+        refused: the error lies in the request; the same request would fail again.
     """
 
     request: int
@@ -46,6 +47,7 @@ class Update:
     accepted: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,12 +239,18 @@ class Sequence:
         self._text.append(text)
         return Update(self.id, tuple(kept), text, finish_reason=self.finish_reason)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> Update:
-        """End the request from outside: cancelled, or failed with one line of explanation."""
+    def end(
+        self, reason: FinishReason, error: str | None = None, *, refused: bool = False
+    ) -> Update:
+        """End the request from outside: cancelled, or failed with one line of explanation.
+
+        Args:
+            refused: the request itself is at fault.
+        """
         self.finish_reason, self.error = reason, error
         text = self._flush()
         self._text.append(text)
-        return Update(self.id, text=text, finish_reason=reason, error=error)
+        return Update(self.id, text=text, finish_reason=reason, error=error, refused=refused)
 
     def completion(self) -> Completion:
         """The finished request as plain data."""

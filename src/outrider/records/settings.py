@@ -57,7 +57,9 @@ def checked(
 
 
 def _first_fault(error: ValidationError, parts: Iterable[type[BaseModel]]) -> str:
-    fault = error.errors(include_url=False)[0]
+    faults = error.errors(include_url=False)
+    # A name that is written wrongly is also missing where it should be.
+    fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     place = ".".join(str(part) for part in fault["loc"]) or "settings"
     if fault["type"] == "extra_forbidden":
         keys = sorted({name for part in parts for name in part.model_fields})

@@ -182,6 +182,13 @@ class ServerConfig(Part):
     def _named(cls, value: str | None) -> str | None:
         return value if value is None else _fitting(value, "the served name")
 
+    @field_validator("traces")
+    @classmethod
+    def _reachable(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+            raise ValueError(f"is {value!r}; use an address as in http://127.0.0.1:4318/v1/traces")
+        return value
+
     @field_validator("profiles")
     @classmethod
     def _profile_names(cls, value: dict[str, Profile]) -> dict[str, Profile]:

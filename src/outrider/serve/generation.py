@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from outrider.engine import Completion, Update
-from outrider.serve.errors import ApiError, from_engine, internal, overloaded
+from outrider.serve.errors import ApiError, bad_request, from_engine, internal, overloaded
 from outrider.serve.exchange import EventStream, Exchange
 from outrider.serve.profiles import Choice
 from outrider.serve.service import Service
@@ -127,6 +127,8 @@ class Generation:
             self._last[index] = now
         if update.finish_reason == "expired":
             raise overloaded(update.error or "the server is busy", retry_after=2)
+        if update.finish_reason == "error" and update.refused:
+            raise bad_request(update.error or "the request cannot be served", code="too_complex")
         if update.finish_reason == "error":
             raise internal(update.error or "the request failed")
         if update.finish_reason == "cancelled":

@@ -79,8 +79,8 @@ class Profiles:
             ApiError: 404 for a model that is not here, 400 for an unknown or contradicted profile,
                 403 where the choice is not the caller's.
         """
-        name, _, suffix = model.partition("@")
-        if name != self._config.served_name or (suffix and suffix not in self.names):
+        name, at, suffix = model.partition("@")
+        if name != self._config.served_name or (at and suffix not in self.names):
             here = ", ".join(self.models(caller))
             raise ApiError(
                 404,

@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import logging
 import signal
+import ssl
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
 
-from outrider.errors import OutriderError
+from outrider.errors import InvalidParameter, OutriderError
 from outrider.serve.app import App
 from outrider.serve.config import Limits, Tls
 from outrider.serve.service import Service
@@ -31,6 +32,25 @@ class CannotListen(OutriderError):
     """A port could not be bound."""
 
     exit_code = 3
+
+
+def check_tls(tls: Tls | None) -> None:
+    """Can these files be served with?
+
+    Raises:
+        InvalidParameter: a file is missing, is no certificate or key, or they do not fit together.
+    """
+    if tls is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            tls.certificate, tls.key
+        )
+    except OSError as fault:  # of which ssl.SSLError is one
+        raise InvalidParameter(
+            f"tls: certificate {tls.certificate} and key {tls.key} cannot be used: "
+            f"{fault.strerror or fault}"
+        ) from None
 
 
 class _Server(uvicorn.Server):
@@ -108,7 +128,9 @@ async def serve_places(
 
     Raises:
         CannotListen: a port is taken or not allowed.
+        InvalidParameter: the files of ``tls`` cannot be used.
     """
+    check_tls(tls)
     servers = [_Server(_settings(place, limits, tls)) for place in places]
     heeding = _heeding_signals(servers) if signals else contextlib.nullcontext()
     with heeding:
@@ -132,7 +154,7 @@ async def _serve_all(
             server.should_exit = True
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
-            if isinstance(result, CannotListen):
+            if isinstance(result, Exception):
                 raise result
 
 

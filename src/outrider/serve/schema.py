@@ -241,7 +241,7 @@ def parse(kind: type[FormType], body: bytes, *, ignore_unknown: bool = False) ->
     unknown = [f for f in faults if f["type"] == "extra_forbidden" and _may_go(f, ignore_unknown)]
     if len(unknown) == len(faults):
         return _without(kind, body, [fault["loc"] for fault in unknown])
-    raise _explain(kind, next(fault for fault in faults if fault not in unknown))
+    raise _explain(kind, next(fault for fault in faults if fault not in unknown), body)
 
 
 def _may_go(fault: Any, ignore_unknown: bool) -> bool:
@@ -267,17 +267,38 @@ def _without(kind: type[FormType], body: bytes, places: list[tuple[int | str, ..
             inner = inner[step]
         if isinstance(inner, dict):
             inner.pop(place[-1], None)
+    plain = json.dumps(values).encode()
     try:
-        return kind.model_validate_json(json.dumps(values))
+        return kind.model_validate_json(plain)
     except ValidationError as error:
-        raise _explain(kind, error.errors(include_url=False, include_context=False)[0]) from None
+        fault = error.errors(include_url=False, include_context=False)[0]
+        raise _explain(kind, fault, plain) from None
 
 
-def _explain(kind: type[Form], fault: Any) -> ApiError:
-    place = ".".join(str(part) for part in fault["loc"])
-    name = str(fault["loc"][-1]) if fault["loc"] else None
+def _place(fault: Any, body: bytes) -> str:
+    """Where in a body a fault is, without the names of unions' branches."""
+    import json
+
+    try:
+        inner: Any = json.loads(body)
+    except (ValueError, RecursionError):  # a number of thousands of digits, say
+        return ".".join(str(part) for part in fault["loc"])
+    found = []
+    for step in fault["loc"]:
+        there = isinstance(inner, dict) and step in inner
+        if there or (isinstance(inner, list) and isinstance(step, int) and step < len(inner)):
+            inner = inner[step]
+        elif fault["type"] != "missing" or step is not fault["loc"][-1]:
+            continue
+        found.append(str(step))
+    return ".".join(found)
+
+
+def _explain(kind: type[Form], fault: Any, body: bytes) -> ApiError:
     if fault["type"] == "json_invalid":
         return bad_request("the body is not valid JSON", code="invalid_json")
+    place = _place(fault, body)
+    name = str(fault["loc"][-1]) if fault["loc"] else None
     if fault["type"] == "extra_forbidden" and name is not None:
         if name in REFUSED:
             message = f"{place} is not supported: {REFUSED[name]}"

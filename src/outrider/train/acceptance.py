@@ -84,21 +84,7 @@ def head_builder(target: Target, head: Head, *, source: Path | None) -> Build:
     return build
 
 
-def serve(
-    target: Target,
-    head: Head,
-    prompts: Sequence[Sequence[int]],
-    probe: Probe,
-    *,
-    source: Path | None,
-) -> Served:
-    """Answer prompts with the head as drafter and count; as `serve_with`."""
-    return serve_with(target, head_builder(target, head, source=source), prompts, probe)
-
-
-def serve_with(
-    target: Target, build: Build, prompts: Sequence[Sequence[int]], probe: Probe
-) -> Served:
+def serve(target: Target, build: Build, prompts: Sequence[Sequence[int]], probe: Probe) -> Served:
     """Answer prompts with a drafter and count.
 
     Raises:
@@ -170,7 +156,7 @@ class Evaluation:
         """What the probes find, by name."""
         figures: dict[str, float] = {}
         for name, probe in self.probes.items():
-            served = serve_with(self.target, build, self.prompts, probe)
+            served = serve(self.target, build, self.prompts, probe)
             figures.setdefault("acceptance_length", served.acceptance_length)
             figures[f"{name}_acceptance_length"] = served.acceptance_length
             figures[f"{name}_drafted"] = float(served.drafted)

@@ -1,20 +1,24 @@
-"""A small draft model from a target's own first layers, distilled to guess as the target does.
+"""A small draft model from some of a target's own layers, distilled to guess as the target does.
 
 Its embedding and head stay the target's; its few layers and its final norm are trained towards the
 target's distribution at every token of the answers. The result is an ordinary model folder, which
 `draft_model:DIR` loads, and so does any other engine. It always has the whole vocabulary: a model
-folder has no place for a smaller one.
+folder has no place for a smaller one. What is smaller is the loss: it looks at the frequent tokens
+and at a few others, drawn anew for every batch, that stand for all the rest (sampled softmax,
+arXiv 1412.2007); a whole vocabulary would cost more than the layers.
 
-Shapes: B sequences, L rows, N query heads, K key heads, E head size, D width, V vocabulary.
+Shapes: B sequences, L rows, N query heads, K key heads, E head size, D width, V vocabulary,
+W tokens that a loss looks at.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,7 @@ from outrider.train.heads import Frozen, rms, rotate, split
 from outrider.train.learners import mean
 from outrider.train.losses import agreement_of, first_choice, soft_loss
 
+DRAWN = 1024  # tokens that stand for those that are neither frequent nor in the batch
 _PER_LAYER = ("layer_types", "no_rope_layers")  # lists in config.json with an entry per layer
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -93,15 +98,15 @@ def check_trainable(config: ModelConfig, layers: int) -> None:
         )
 
 
-def layer_names(layers: int) -> list[str]:
-    """The trained tensors, as Hugging Face names them."""
+def layer_names(layers: Iterable[int]) -> list[str]:
+    """The trained tensors of some layers, as Hugging Face names them."""
     parts = (
         *(f"self_attn.{name}_proj" for name in "qkvo"),
         *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
         "input_layernorm",
         "post_attention_layernorm",
     )
-    names = [f"model.layers.{i}.{part}.weight" for i in range(layers) for part in parts]
+    names = [f"model.layers.{i}.{part}.weight" for i in layers for part in parts]
     return [*names, FINAL_NORM]
 
 
@@ -111,7 +116,9 @@ class DraftModule(nn.Module):
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.config = config
-        self.names = {name: name.replace(".", "__") for name in layer_names(len(config.layers))}
+        self.names = {
+            name: name.replace(".", "__") for name in layer_names(range(len(config.layers)))
+        }
         for name, plain in self.names.items():
             self.register_parameter(plain, nn.Parameter(tensors[name].detach().float().clone()))
 
@@ -155,6 +162,42 @@ class DraftModule(nn.Module):
         return self._linear(mixed.transpose(1, 2).flatten(2), f"{layer}self_attn.o_proj")
 
 
+@dataclass(frozen=True)
+class Words:
+    """The tokens that the loss of a batch looks at.
+
+    Attributes:
+        ids: int64 [W].
+        offset: [W], the logarithm of how many tokens each stands for.
+    """
+
+    ids: Tensor
+    offset: Tensor
+
+
+def draw_words(frequent: Tensor, answered: Tensor, vocab_size: int, drawn: int) -> Words:
+    """The frequent tokens and those of the batch for themselves, ``drawn`` others for the rest.
+
+    The draw depends on the batch alone, so that a run that is resumed makes the same ones.
+
+    Args:
+        frequent: int64, tokens that always count.
+        answered: int64, the batch's own.
+    """
+    sure = torch.zeros(vocab_size, dtype=torch.bool)
+    sure[frequent] = True
+    sure[answered] = True
+    rest = (~sure).nonzero().flatten()
+    if len(rest) <= drawn:
+        return Words(torch.arange(vocab_size), torch.zeros(vocab_size))
+    generator = torch.Generator().manual_seed(int(answered.sum()))
+    picked = rest[torch.randperm(len(rest), generator=generator)[:drawn]]
+    ids = torch.cat([sure.nonzero().flatten(), picked])
+    offset = torch.zeros(len(ids))
+    offset[len(ids) - drawn :] = math.log(len(rest) / drawn)
+    return Words(ids, offset)
+
+
 class DraftModelLearner:
     """Distils a draft module on cached final states of the target."""
 
@@ -166,6 +209,7 @@ class DraftModelLearner:
         *,
         stored: tuple[int, ...],
         last: int,
+        frequent: Tensor,
         device: torch.device | None = None,
     ) -> None:
         """Put it together.
@@ -174,6 +218,7 @@ class DraftModelLearner:
             frozen: with the whole head [V, D].
             stored: which hidden states the data has, in order.
             last: the target's last.
+            frequent: int64, tokens that every loss looks at.
 
         Raises:
             InvalidParameter: the data lacks the last state.
@@ -190,6 +235,7 @@ class DraftModelLearner:
         )
         self.config = config
         self._last = stored.index(last)
+        self._frequent = frequent
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -209,25 +255,54 @@ class DraftModelLearner:
     def losses(self, batch: Batch) -> tuple[list[Tensor], list[float]]:
         """The one loss of a batch: every token of an answer, from the tokens before it."""
         rows = batch.answered()
+        words = draw_words(
+            self._frequent, batch.tokens[:, 1:][rows].cpu(), len(self.frozen.head), DRAWN
+        )
+        head_WD = self.frozen.head[words.ids.to(self.device)]
+        offset = words.offset.to(self.device)
         embedded = F.embedding(batch.tokens[:, :-1], self.frozen.embedding)
-        guess = F.linear(self.module(embedded)[rows], self.frozen.head)
+        guess = F.linear(self.module(embedded)[rows], head_WD) + offset
         final = rms(batch.features[:, :, self._last][rows], self.frozen.norm, self.frozen.norm_eps)
         with torch.no_grad():
-            wanted = F.linear(final, self.frozen.head)
-            agreement = agreement_of(guess, first_choice(wanted))
+            wanted = F.linear(final, head_WD) + offset
+            agreement = agreement_of(guess - offset, first_choice(wanted - offset))
         return [mean(soft_loss(guess, wanted, self.config.loss))], [agreement]
 
 
-def first_layers(source: Path, layers: int) -> tuple[ModelConfig, dict[str, Tensor]]:
+def picked_layers(layers: int, of: int) -> list[int]:
+    """Which of a target's layers a draft model starts from: as far apart as they can be.
+
+    Measured against the first ones with the last one or two (docs/log.md): the loss falls faster.
+    """
+    if layers == 1:
+        return [0]
+    return [round(place * (of - 1) / (layers - 1)) for place in range(layers)]
+
+
+def start_layers(
+    source: Path, layers: int, former: Path | None = None
+) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and the tensors that training starts from.
 
+    Args:
+        source: the target's folder.
+        former: a draft model of this target to go on from; it has its own number of layers.
+
     Raises:
-        DrafterMismatch, InvalidParameter: as `check_trainable`.
+        DrafterMismatch: as `check_trainable`, or the former is of another shape.
+        InvalidParameter: as `check_trainable`.
     """
     config, tensors = open_folder(source)
+    if former is not None:
+        small, trained = open_folder(former)
+        if replace(config, layers=small.layers) != small or small.layers[0] != config.layers[0]:
+            raise DrafterMismatch(f"{former} is no draft model of this target; train a new one")
+        return small, {name: trained.read(name) for name in layer_names(range(len(small.layers)))}
     check_trainable(config, layers)
-    small = replace(config, layers=config.layers[:layers])
-    return small, {name: tensors.read(name) for name in layer_names(layers)}
+    picked = picked_layers(layers, len(config.layers))
+    small = replace(config, layers=tuple(config.layers[place] for place in picked))
+    origin = dict(zip(layer_names(range(layers)), layer_names(picked), strict=True))
+    return small, {name: tensors.read(old) for name, old in origin.items()}
 
 
 def draft_model_builder(

@@ -41,7 +41,7 @@ from outrider.train.draft_model import (
     DraftModelLearner,
     DraftModule,
     draft_model_builder,
-    first_layers,
+    start_layers,
     write_draft_model,
 )
 from outrider.train.features import Features, compute_features
@@ -74,7 +74,8 @@ class RunConfig:
 
     Attributes:
         style: eagle, eagle3, eagle3.1, eagle3-token, medusa or draft_model.
-        draft_vocab_size: tokens that a head can guess; a draft model has all.
+        draft_vocab_size: tokens that a head can guess; of a draft model, which guesses all, those
+            that every loss looks at.
         train: how.
         probes: how acceptance is measured; the first decides which checkpoint is best.
         held_out: prompts that it is measured on.
@@ -83,7 +84,7 @@ class RunConfig:
         flags: of `HeadConfig`, over the style's.
         layers: of a draft model.
         start: a head to go on from: its draft vocabulary, and what its tensors share in name and
-            shape with the new head's.
+            shape with the new head's. Or a draft model, layers and all.
         data_source: where the prompts come from, for the provenance.
     """
 
@@ -449,6 +450,11 @@ def _draft_tokens(
         check_fit(former.config, facts)
         ids = draft_ids(former)
         return torch.arange(target.vocab_size) if ids is None else ids
+    return _frequent_tokens(data, target, config)
+
+
+def _frequent_tokens(data: TrainingData, target: Decoder, config: RunConfig) -> Tensor:
+    """int64 [W], increasing: the most frequent tokens of the answers, and those that end them."""
     return draft_vocabulary(
         data.split(False),
         size=min(config.draft_vocab_size, target.vocab_size),
@@ -465,13 +471,9 @@ def _draft_model_job(
     facts: TargetFacts,
     out: Path,
 ) -> Job:
-    if config.start is not None:
-        raise InvalidParameter(
-            f"start is {config.start}; a draft model starts from its target's own layers: "
-            "leave it out"
-        )
-    small, start = first_layers(loaded.source, config.layers)
+    small, start = start_layers(loaded.source, config.layers, config.start)
     every = torch.arange(target.vocab_size)
+    frequent = _frequent_tokens(data, target, config)
     frozen: Frozen = frozen_parts(target, target_head_rows(target, loaded.source, every))
 
     def make() -> DraftModelLearner:
@@ -481,6 +483,7 @@ def _draft_model_job(
             config.train,
             stored=data.store.features,
             last=facts.layers,
+            frequent=frequent,
             device=target.device,
         )
 
