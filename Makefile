@@ -31,6 +31,7 @@ test-vllm: $(RUN)  ## Serve the shipped EAGLE-3 heads in vLLM on CPU and compare
 	$(BIN)/python benchmarks/interop/vllm_certify.py
 	$(BIN)/python benchmarks/interop/vllm_sweep.py
 	$(BIN)/python benchmarks/interop/vllm_verbs.py
+	$(BIN)/python benchmarks/interop/vllm_gateway.py
 
 check: $(DEV)  ## Lint, check the format and the types.
 	$(BIN)/ruff check .
