@@ -7,8 +7,10 @@ import json
 import re
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from outrider.backends import llamacpp, sglang, tensorrt_llm, vllm
+from outrider.backends import llamacpp, sglang, tensorrt_llm, vllm, wire
 from outrider.backends.base import Ask, Counters, EngineUnfit, UnsupportedOption, between
 from outrider.backends.connect import connect
 from outrider.backends.embedded import EmbeddedBackend
@@ -106,6 +108,29 @@ def test_counters_tell_the_same_as_the_answer(own):
     assert (
         counted.record(N).acceptance_histogram == answer.acceptance.record(N).acceptance_histogram
     )
+
+
+def test_idle_connections_are_closed_before_a_server_does_it(monkeypatch):
+    """A server that closes an idle one while a request is on its way loses that request."""
+    monkeypatch.setattr(wire, "KEEP_ALIVE_S", 0.05)
+    ports = []
+
+    async def answer(request):
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return web.json_response({})
+
+    async def run():
+        app = web.Application()
+        app.router.add_get("/v1/models", answer)
+        async with TestServer(app) as server:
+            line = wire.Wire(str(server.make_url("/")))
+            for pause in (0, 0, 0.5):
+                await asyncio.sleep(pause)
+                await line.get("/v1/models")
+            await line.close()
+
+    asyncio.run(run())
+    assert ports[0] == ports[1] != ports[2]
 
 
 def test_a_refused_request_is_an_answer_with_the_servers_words(own):

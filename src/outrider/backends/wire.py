@@ -17,6 +17,8 @@ import aiohttp
 from outrider.backends.base import EngineUnfit
 
 LONGEST_ERROR = 300
+# uvicorn, which serves most engines, closes what has idled for 5 s; a request on its way is lost
+KEEP_ALIVE_S = 3.0
 _LONGEST_LINE = 1 << 24
 
 
@@ -59,6 +61,11 @@ def root_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+def connector(*, dns_s: int) -> aiohttp.TCPConnector:
+    """Connections without a limit of number; idle ones are closed before the server does it."""
+    return aiohttp.TCPConnector(limit=0, ttl_dns_cache=dns_s, keepalive_timeout=KEEP_ALIVE_S)
+
+
 class Wire:
     """Connections to one server."""
 
@@ -77,7 +84,7 @@ class Wire:
         if self._session is None:
             times = self.timeouts
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=600),
+                connector=connector(dns_s=600),
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=times.connect_s, sock_read=times.gap_s
                 ),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from outrider.backends.wire import reason, root_of
+from outrider.backends.wire import connector, reason, root_of
 from outrider.serve.wire import Message, Receive, Scope, Send
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -116,7 +116,7 @@ class HttpUpstream:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60),
+                connector=connector(dns_s=60),
                 timeout=aiohttp.ClientTimeout(
                     total=None, connect=self._connect_s, sock_connect=self._connect_s
                 ),
