@@ -173,11 +173,11 @@ class Soak:
         said = json.dumps(answer, sort_keys=True).encode()
         digest = hashlib.blake2b(said, digest_size=16).digest()
         model = str(request.body["model"]) if "model" in request.body else ""
+        first = request.key not in self._answers
         before, other = self._answers.setdefault(request.key, (digest, model))
         if before != digest:
             self._fault(request, f"{model} and {other} answer otherwise: {said[:300]!r}")
-        elif other != "":
-            self.compared += 1
+        self.compared += before == digest and not first
 
     def _fault(self, request: Request, what: str) -> None:
         self.faults.append(f"{request.kind}: {what}")
@@ -329,6 +329,7 @@ def main() -> None:
         "answered_by_profile": dict(run.profiles),
         "output_tokens": run.tokens,
         "distinct_bodies": len(run._answers),
+        "answers_compared": run.compared,
         "faults": run.faults[:100],
         "memory": run.memory,
         "memory_growth": round(run.growth(), 4),

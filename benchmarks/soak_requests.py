@@ -33,7 +33,6 @@ class Request:
     body: JSON, or bytes that are sent as they are.
     status: what must come back.
     leave: the client goes away: "early" before the answer, "late" within it.
-    compare: the answer must be that of every other request with the same body.
     check: what is wrong with the answer, in words, or nothing.
     """
 
@@ -42,7 +41,6 @@ class Request:
     body: Json | bytes
     status: int = 200
     leave: str = ""
-    compare: bool = True
     check: Callable[[Json], str] = field(default=lambda answer: "")
 
     @property
