@@ -51,6 +51,7 @@ AT_ONCE = (1, 2, 4, 8, 12, 16)
 PROMPTS = (24, 32, 48, 64)  # tokens; one step each
 WHOLE_STEPS = 3  # of a prompt whose steps are full, for the mean over what came before them
 REPEATS = 5
+ROUNDS = 3
 LEAST = 8  # gaps that make an entry of the cost table
 
 Prompt = tuple[int, ...]
@@ -118,14 +119,13 @@ def steady_ms(answers: Sequence[Answer]) -> float:
 async def measure(backend: Backend, prompts: Iterator[Prompt], *, tokens: int) -> Measured:
     """Costs by rows, from answers alone."""
     await shots_of(backend, jobs(prompts, count=1, tokens=tokens), Load(warm_up=2))
-    table: dict[int, float] = {}
-    for n in AT_ONCE:
-        found = []
-        for _ in range(2):
+    steps: dict[int, list[float]] = {n: [] for n in AT_ONCE}
+    for _ in range(ROUNDS):  # in turns, so that a slow minute meets all of them
+        for n, found in steps.items():
             work = jobs(prompts, count=n, tokens=tokens)
             shots = await shots_of(backend, work, Load(concurrency=n, warm_up=0))
             found.append(steady_ms([shot.answer for shot in shots]))
-        table[n] = statistics.mean(found)
+    table = {n: statistics.median(found) for n, found in steps.items()}
     first = await first_token_ms(backend, prompts)
     outside = max(0.0, first[1] - table[1])
     table |= {rows: first[rows] - outside for rows in PROMPTS}
