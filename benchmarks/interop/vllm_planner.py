@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "peers"), str(HERE.parent), str(HERE)]
 
 from install import vllm_python  # noqa: E402
-from planner_check import BAR, compared, figures, planned, verdict  # noqa: E402
+from planner_check import compared, figures, planned, verdict  # noqa: E402
 from vllm_certify import server  # noqa: E402
 
 from outrider.backends.base import Answer, Ask, Backend  # noqa: E402
@@ -39,7 +39,6 @@ from outrider.backends.connect import connect  # noqa: E402
 from outrider.evaluate.load import Job, Load, Shot, run_load  # noqa: E402
 from outrider.evaluate.workloads import load_workload  # noqa: E402
 from outrider.models.load import find_source  # noqa: E402
-from outrider.records.files import write_json  # noqa: E402
 from outrider.records.manifest import run_manifest  # noqa: E402
 from outrider.rollout import planner  # noqa: E402
 
@@ -222,11 +221,7 @@ def main() -> int:
     model = find_source(options.model).folder
     with server(vllm_python(), model, options.log, speculate=False, more=more) as url:
         cells = asyncio.run(check(url, options))
-    worst = verdict(cells)
-    if options.json:
-        document = {"manifest": manifest.finish().to_dict(), "load_before": before, "cells": cells}
-        write_json(options.json, document)
-    return int(worst > BAR)
+    return verdict(cells, manifest, before, options.json)
 
 
 if __name__ == "__main__":

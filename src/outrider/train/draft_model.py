@@ -261,12 +261,12 @@ class DraftModelLearner:
         head_WD = self.frozen.head[words.ids.to(self.device)]
         offset = words.offset.to(self.device)
         embedded = F.embedding(batch.tokens[:, :-1], self.frozen.embedding)
-        guess = F.linear(self.module(embedded)[rows], head_WD) + offset
+        guess = F.linear(self.module(embedded)[rows], head_WD)
         final = rms(batch.features[:, :, self._last][rows], self.frozen.norm, self.frozen.norm_eps)
         with torch.no_grad():
-            wanted = F.linear(final, head_WD) + offset
-            agreement = agreement_of(guess - offset, first_choice(wanted - offset))
-        return [mean(soft_loss(guess, wanted, self.config.loss))], [agreement]
+            wanted = F.linear(final, head_WD)
+            agreement = agreement_of(guess, first_choice(wanted))
+        return [mean(soft_loss(guess + offset, wanted + offset, self.config.loss))], [agreement]
 
 
 def picked_layers(layers: int, of: int) -> list[int]:
