@@ -27,8 +27,12 @@ FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 # gcc 12 warns of its own headers
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unused-function"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "bf16")]
-INSTRUCTION_SETS = {"isa_avx512.cpp": AVX2 + AVX512, "isa_avx2.cpp": AVX2}
+AVX512_VNNI = AVX2 + [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
+INSTRUCTION_SETS = {
+    "isa_avx512.cpp": [*AVX512_VNNI, "-mavx512bf16"],
+    "isa_avx512_vnni.cpp": AVX512_VNNI,
+    "isa_avx2.cpp": AVX2,
+}
 DEFINES = [("OUTRIDER_AVX512", None), ("OUTRIDER_AVX2", None)]
 
 

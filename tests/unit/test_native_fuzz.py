@@ -58,7 +58,7 @@ def make_cache(model: NativeTransformer, slots: int, shift: int) -> KVCache:
 @given(
     config=configs(),
     precision=st.sampled_from(PRECISIONS),
-    isa=st.sampled_from(("avx512", "avx2")),
+    isa=st.sampled_from(native.ISAS),
     threads=st.integers(1, 4),
     shift=st.integers(0, 9),
     seed=st.integers(0, 2**20),

@@ -140,7 +140,7 @@ def twin_logits(config: ModelConfig, precision: Precision, path: tuple[int, ...]
     return linear(norm(x, "model.norm"), head)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+@pytest.mark.parametrize("isa", native.ISAS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_pass_equals_its_twin(name: str, precision: Precision, isa: str) -> None:

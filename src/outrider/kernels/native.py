@@ -45,6 +45,7 @@ from outrider.kernels.quantised import (
 )
 
 ABI = 4
+ISAS = ("avx512", "avx512_vnni", "avx2")  # best first; the first has bf16 products as well
 BLOCK = 32  # output columns that are packed together
 
 
@@ -212,7 +213,7 @@ def _library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """The instruction set in use: "avx512" or "avx2"."""
+    """The instruction set in use, one of `ISAS`."""
     name: bytes = _library().outrider_isa()
     return name.decode()
 

@@ -13,7 +13,7 @@
 namespace outrider {
 
 #if defined(OUTRIDER_AVX512)
-extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512, kernels_avx512_vnni;
 #endif
 #if defined(OUTRIDER_AVX2)
 extern const Kernels kernels_avx2;
@@ -21,18 +21,22 @@ extern const Kernels kernels_avx2;
 
 namespace {
 
+// The best kernels that this processor can run, or those of a name; null where it cannot.
 const Kernels* find_kernels(const char* name) {
+  auto wanted = [name](const char* isa) { return !name || !std::strcmp(name, isa); };
+  (void)wanted;
 #if defined(OUTRIDER_AVX512)
   bool vnni = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-              __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-  if (vnni && (!name || !std::strcmp(name, "avx512"))) return &kernels_avx512;
+              __builtin_cpu_supports("avx512vnni");
+  bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+  if (bf16 && wanted("avx512")) return &kernels_avx512;
+  if (vnni && wanted("avx512_vnni")) return &kernels_avx512_vnni;
 #endif
 #if defined(OUTRIDER_AVX2)
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (avx2 && (!name || !std::strcmp(name, "avx2"))) return &kernels_avx2;
+  if (avx2 && wanted("avx2")) return &kernels_avx2;
 #endif
-  (void)name;
   return nullptr;
 }
 
