@@ -13,7 +13,7 @@ import torch
 from models_files import write_folder
 from train_fakes import FAST, FEATURES, VOCAB, ShiftedStore, learner, tiny_data, tiny_model
 
-from outrider.drafters.heads import runnable, target_head_rows
+from outrider.drafters.heads import draft_ids, runnable, target_head_rows
 from outrider.drafters.medusa import RANKS
 from outrider.errors import DrafterMismatch, InvalidParameter, NoSpace, TrainingFailed
 from outrider.models.heads.files import Head, read_head
@@ -99,13 +99,37 @@ def test_a_run_goes_on_from_a_head(home: Path, tmp_path: Path) -> None:
     train_head(model, data, first, work=tmp_path / "w1", out=tmp_path / "one")
     one = read_head(tmp_path / "one")
     for style in ("eagle3", "eagle3-token"):
-        again = RunConfig(style, 90, still, gate_steps=0, held_out=2, start=tmp_path / "one")
+        again = RunConfig(style, 20, still, gate_steps=0, held_out=2, start=tmp_path / "one")
         train_head(model, data, again, work=tmp_path / f"w-{style}", out=tmp_path / style)
         head = read_head(tmp_path / style)
         assert torch.equal(head.tensors["d2t"], one.tensors["d2t"])
         assert head.provenance["started_from"]["style"] == "eagle3"
         for name, value in one.tensors.items():
             torch.testing.assert_close(head.tensors[name], value, rtol=1e-2, atol=1e-4)
+
+
+def test_a_run_goes_on_with_a_wider_vocabulary(home: Path, tmp_path: Path) -> None:
+    """The former tokens keep their rows, the new ones start from the target's."""
+    model, data = tiny_model(home), tiny_data(home)
+    still = replace(FAST, epochs=0.01, muon_rate=1e-9, rate=1e-9, evaluate_every=1)
+    first = RunConfig("medusa", 50, replace(FAST, evaluate_every=1), gate_steps=0, held_out=2)
+    train_head(model, data, first, work=tmp_path / "w1", out=tmp_path / "one")
+    wide = replace(first, draft_vocab_size=90, train=still, start=tmp_path / "one")
+    train_head(model, data, wide, work=tmp_path / "w2", out=tmp_path / "two")
+    one, two = (read_head(tmp_path / name) for name in ("one", "two"))
+    former, ids = draft_ids(one), draft_ids(two)
+    assert former is not None and ids is not None
+    assert (len(former), len(ids)) == (50, 90)
+    assert set(former.tolist()) < set(ids.tolist())
+    kept = torch.isin(ids, former)
+    target = runnable(model.target)
+    rows = target_head_rows(target, model.source, ids).bfloat16()
+    for name, value in two.tensors.items():
+        if name.startswith("lm_heads."):
+            torch.testing.assert_close(value[kept], one.tensors[name], rtol=1e-2, atol=1e-4)
+            torch.testing.assert_close(value[~kept], rows[~kept], rtol=1e-2, atol=1e-4)
+        elif name.startswith("blocks."):
+            torch.testing.assert_close(value, one.tensors[name], rtol=1e-2, atol=1e-4)
 
 
 def test_a_run_goes_on_from_a_draft_model(home: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,6 +57,7 @@ from outrider.train.setup import (
     frozen_parts,
     initial_tensors,
     input_spread,
+    is_output,
     new_head,
     with_vocabulary,
 )
@@ -83,8 +84,9 @@ class RunConfig:
         precision: of a head's written weights; a draft model's are bf16.
         flags: of `HeadConfig`, over the style's.
         layers: of a draft model.
-        start: a head to go on from: its draft vocabulary, and what its tensors share in name and
-            shape with the new head's. Or a draft model, layers and all.
+        start: a head to go on from: its draft vocabulary, widened to `draft_vocab_size`, and what
+            its tensors share in name and shape with the new head's. Or a draft model, layers and
+            all.
         data_source: where the prompts come from, for the provenance.
     """
 
@@ -385,9 +387,7 @@ def _head_job(
     spread = input_spread(head_config, frozen, data.split(False), data.store)
     start = initial_tensors(head_config, frozen, seed=config.train.seed, spread=spread)
     if former is not None:
-        start |= {
-            n: t for n, t in former.tensors.items() if n in start and t.shape == start[n].shape
-        }
+        start |= carried_over(former, start, draft_tokens)
     extra = with_vocabulary({}, draft_tokens, target.vocab_size)
 
     def make() -> HeadLearner:
@@ -442,24 +442,51 @@ def _made(head: Head) -> dict[str, Any]:
     return {key: head.provenance[key] for key in kept if key in head.provenance}
 
 
+def carried_over(
+    former: Head, start: Mapping[str, Tensor], draft_tokens: Tensor
+) -> dict[str, Tensor]:
+    """What a head brings to a new one of the same names and shapes. Of output matrices over a
+    smaller draft vocabulary, the rows of its tokens; the others stay as they start.
+    """
+    found = {}
+    ids = draft_ids(former)
+    places = None if ids is None else torch.searchsorted(draft_tokens, ids)
+    for name, values in former.tensors.items():
+        if name not in start:
+            continue
+        if values.shape == start[name].shape:
+            found[name] = values
+        elif is_output(name) and places is not None:
+            found[name] = start[name].clone()
+            found[name][places] = values.to(start[name].dtype)
+    return found
+
+
 def _draft_tokens(
     data: TrainingData, target: Decoder, config: RunConfig, facts: TargetFacts, former: Head | None
 ) -> Tensor:
-    """int64 [W], increasing: those of the head that is gone on from, or the most frequent."""
-    if former is not None:
-        check_fit(former.config, facts)
-        ids = draft_ids(former)
-        return torch.arange(target.vocab_size) if ids is None else ids
-    return _frequent_tokens(data, target, config)
+    """int64 [W], increasing: the most frequent ones, among them those of the head that is gone on
+    from.
+    """
+    if former is None:
+        return _frequent_tokens(data, target, config)
+    check_fit(former.config, facts)
+    ids = draft_ids(former)
+    if ids is None:
+        return torch.arange(target.vocab_size)
+    return _frequent_tokens(data, target, config, always=ids.tolist())
 
 
-def _frequent_tokens(data: TrainingData, target: Decoder, config: RunConfig) -> Tensor:
-    """int64 [W], increasing: the most frequent tokens of the answers, and those that end them."""
+def _frequent_tokens(
+    data: TrainingData, target: Decoder, config: RunConfig, *, always: Sequence[int] = ()
+) -> Tensor:
+    """int64 [W], increasing: the most frequent tokens of the answers, those that end them, and
+    those in ``always``."""
     return draft_vocabulary(
         data.split(False),
         size=min(config.draft_vocab_size, target.vocab_size),
         vocab_size=target.vocab_size,
-        always=target.end_tokens,
+        always={*target.end_tokens, *always},
     )
 
 

@@ -157,7 +157,7 @@ def initial_tensors(
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, shape in config.shapes().items():
-        if name == "lm_head.weight" or name.startswith("lm_heads."):
+        if is_output(name):
             tensors[name] = frozen.head.clone()
         elif "norm" in name:
             tensors[name] = torch.ones(shape)
@@ -170,6 +170,11 @@ def initial_tensors(
             if name == "fc.weight" and spread is not None:
                 tensors[name] /= spread
     return tensors
+
+
+def is_output(name: str) -> bool:
+    """Does a tensor of this name hold a row for each token of the draft vocabulary?"""
+    return name == "lm_head.weight" or name.startswith("lm_heads.")
 
 
 def with_vocabulary(
