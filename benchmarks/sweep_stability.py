@@ -32,8 +32,7 @@ def sweep(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     words = ["sweep", options.target, "--method", options.methods, "--tokens", options.tokens]
     words += ["-c", options.concurrency, "--limit", str(options.limit), "--out", str(folder)]
     words += ["--max-tokens", str(options.max_tokens)]
-    program = "from outrider.cli.main import main; main()"
-    subprocess.run([sys.executable, "-c", program, *words], check=True)
+    subprocess.run([sys.executable, "-m", "outrider", *words], check=True)
     found: dict[str, Any] = json.loads((folder / "recommendation.json").read_text())
     return found
 

@@ -13,32 +13,24 @@ guesses are accepted. vLLM's CPU build is installed into .peers/ if it is not th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "peers"))
+sys.path[:0] = [str(HERE.parent / "peers"), str(HERE)]
 
 from install import vllm_python  # noqa: E402
+from vllm_server import server  # noqa: E402
 
 from outrider.models.load import find_source  # noqa: E402
 from outrider.records.files import write_json  # noqa: E402
 from outrider.records.manifest import run_manifest  # noqa: E402
 
-START_S, END_S = 900.0, 30.0
-GUESSES = 3
-NAME = "target"
 EXPECTED = (
     # speculation, parts of the certificate, verdict of each
     (False, {"greedy": "pass", "distribution": "pass", "features": None}),
@@ -46,78 +38,9 @@ EXPECTED = (
 )
 
 
-def arguments(model: Path, port: int, *, speculate: bool) -> list[str]:
-    """The server's command line behind the interpreter."""
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    words += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"]
-    words += ["--max-num-seqs", "32"]
-    if speculate:
-        config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": GUESSES}
-        words += ["--speculative-config", json.dumps(config)]
-        words += ["--per-request-spec-decode-metrics", "detailed"]
-    return words
-
-
-@contextlib.contextmanager
-def server(
-    python: Path, model: Path, log: Path, *, speculate: bool, more: Sequence[str] = ()
-) -> Iterator[str]:
-    """A running server's address; it and its children end with the block.
-
-    Args:
-        more: further words of its command line.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [str(python), *arguments(model, port, speculate=speculate), *more],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **own},
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait(url, process, log)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until it is healthy.
-
-    Raises:
-        SystemExit: it ended, or took too long; the log says why.
-    """
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise SystemExit(f"vLLM's server ended: {' '.join(last)[:200]}; see {log}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        time.sleep(2)
-    raise SystemExit(f"vLLM's server was not ready within {START_S:.0f} s; see {log}")
-
-
 def certify(url: str, parts: list[str], requests: int, out: Path) -> dict[str, Any]:
     """The certificate of a server; raises where none was written."""
-    command = [sys.executable, "-c", "from outrider.cli.main import main; main()", "certify"]
+    command = [sys.executable, "-m", "outrider", "certify"]
     command += ["--url", url, "--engine", "vllm", "--requests", str(requests)]
     command += ["--parts", ",".join(parts), "--json", str(out), "--page", str(out) + ".html"]
     subprocess.run(command, check=False)

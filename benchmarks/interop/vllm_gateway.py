@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "peers"), str(HERE)]
+sys.path[:0] = [str(HERE.parent / "peers"), str(HERE.parent), str(HERE)]
 
 from install import vllm_python  # noqa: E402
-from vllm_certify import NAME, server  # noqa: E402
+from served import free_port  # noqa: E402
 from vllm_heads import for_vllm  # noqa: E402
+from vllm_server import NAME, OWN, server  # noqa: E402
 
 from outrider.backends.base import Ask, Backend  # noqa: E402
 from outrider.backends.connect import connect  # noqa: E402
@@ -58,14 +58,6 @@ WORDS = (
     *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "768"),
     *("--max-num-seqs", "16", "--max-num-batched-tokens", "768"),
 )
-
-OWN = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rollout(model: Path, head: Path, plain: str, *, state: Path) -> dict[str, Any]:
@@ -138,11 +130,10 @@ def gateway(values: dict[str, Any], folder: Path, python: Path) -> Iterator[Gate
     """
     file, log = folder / "rollout.yaml", folder / "gateway.log"
     file.write_text(json.dumps(values, indent=2))  # JSON is YAML
-    program = "from outrider.cli.main import main; main()"
     found = Gateway(*(f"http://127.0.0.1:{values[port]}" for port in ("port", "admin_port")))
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, "serve", str(file)],
+            [sys.executable, "-m", "outrider", "serve", str(file)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **OWN, VLLM_PYTHON: str(python)},

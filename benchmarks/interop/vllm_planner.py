@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE.parent / "peers"), str(HERE.parent), str(HERE)]
 
 from install import vllm_python  # noqa: E402
 from planner_check import compared, figures, planned, verdict  # noqa: E402
-from vllm_certify import server  # noqa: E402
+from vllm_server import server  # noqa: E402
 
 from outrider.backends.base import Answer, Ask, Backend  # noqa: E402
 from outrider.backends.connect import connect  # noqa: E402

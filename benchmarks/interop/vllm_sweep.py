@@ -21,15 +21,14 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "peers"))
+sys.path[:0] = [str(HERE.parent / "peers"), str(HERE)]
 
 from install import vllm_python  # noqa: E402
+from vllm_server import NAME, OWN  # noqa: E402
 
 from outrider.evaluate.runs import Run  # noqa: E402
 from outrider.models.load import find_source  # noqa: E402
 
-NAME = "target"
-OWN = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 BASE = "baseline"
 
 
@@ -44,8 +43,7 @@ def command(python: Path, model: Path) -> str:
 
 def outrider(*words: str) -> int:
     """Run the command line; returns its exit code."""
-    program = "from outrider.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", program, *words], env={**os.environ, **OWN})
+    done = subprocess.run([sys.executable, "-m", "outrider", *words], env={**os.environ, **OWN})
     return done.returncode
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "peers"))
+sys.path[:0] = [str(HERE.parent / "peers"), str(HERE)]
 
 from install import vllm_python  # noqa: E402
-from vllm_certify import server  # noqa: E402
+from vllm_server import server  # noqa: E402
 
 from outrider.evaluate.runs import Run  # noqa: E402
 from outrider.models.load import find_source  # noqa: E402
@@ -36,8 +36,7 @@ SPACE = "\u0120"  # as byte-level vocabularies write it
 
 def outrider(*words: str) -> tuple[int, str]:
     """The exit code and output of a command line."""
-    program = "from outrider.cli.main import main; main()"
-    command = [sys.executable, "-c", program, *words]
+    command = [sys.executable, "-m", "outrider", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
     return done.returncode, done.stdout

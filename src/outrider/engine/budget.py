@@ -89,6 +89,8 @@ class CostTable:
         pass without guesses: they must be read in some pass anyway, so a guess gains nothing by
         sharing one with them, and costs what a row costs in so large a pass.
         """
+        if not other_rows:
+            return self.verify(sequences + guesses)
         plain = other_rows + sequences
         prompts = self.verify(plain) - self.verify(sequences)
         return self.verify(plain + guesses) - prompts

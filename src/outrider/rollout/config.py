@@ -297,7 +297,7 @@ class VerdictSettings(Part):
         checks: by figure.
     """
 
-    false_rollback: Fraction = 0.018
+    false_rollback: Fraction = 0.02
     false_pass: Fraction = 0.05
     plan: tuple[Count, ...] = (300, 1000)
     least_samples: Count = 30
