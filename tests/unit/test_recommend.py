@@ -222,6 +222,9 @@ def test_each_engines_words():
             make(Setting("suffix", 3))
     shipped = Setting("eagle3", 3)
     assert own_profile(shipped)["drafter"] == "eagle3"
+    both = Setting("hybrid", model="suffix+eagle3")
+    assert own_profile(both)["drafter"] == "hybrid:suffix+eagle3"
+    assert both.name == "hybrid-suffix+eagle3"
     for make in (vllm_config, sglang_flags, tensorrt_llm_config, llamacpp_flags):
         with pytest.raises(UnsupportedOption, match="write eagle3=PATH"):
             make(shipped)

@@ -58,6 +58,7 @@ class Setting:
             engine (our own budget, for one).
         nodes: most guesses per step in a tree; `None` for a chain.
         model: the drafter's files, where the method has some; our own engine has heads that ship.
+            Of a hybrid, its members, such as "suffix+eagle3".
         more: further fields of the engine's own, such as `prompt_lookup_max`.
         label: the name to go by; `None` for one made of the rest.
     """
@@ -108,7 +109,9 @@ def drafter_spec(setting: Setting) -> str:
     """The drafter of our own engine."""
     if setting.model is None:
         return setting.method
-    return setting.model if setting.method != "draft_model" else f"draft_model:{setting.model}"
+    if setting.method in ("draft_model", "hybrid"):
+        return f"{setting.method}:{setting.model}"
+    return setting.model  # a head's folder says what it is
 
 
 def own_profile(setting: Setting) -> dict[str, Any]:

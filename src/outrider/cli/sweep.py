@@ -25,7 +25,7 @@ def sweep(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="ngram, suffix, hybrid, eagle3, eagle3=PATH, draft_model=PATH ...; by comma or "
+            help="ngram, suffix, eagle3, hybrid=suffix+eagle3, draft_model=PATH ...; by comma or "
             "repeated; a head without a path is the one that ships. "
             "Plain decoding is always measured beside them. Default: ngram,suffix."
         ),
