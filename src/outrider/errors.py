@@ -17,6 +17,10 @@ class InvalidParameter(OutriderError, ValueError):
     """A request or a configuration asks for something out of range."""
 
 
+class ContextExceeded(InvalidParameter):
+    """A prompt, or what it wants for an answer, does not fit the context."""
+
+
 class GrammarLimit(InvalidParameter):
     """Following a grammar takes more work than one request may cost; it would every time."""
 

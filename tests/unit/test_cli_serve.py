@@ -185,7 +185,9 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=60, env=environment, check=False
         )
-    assert done.returncode == 3 and f"127.0.0.1:{port} cannot be listened on" in done.stderr
+    told = f"error: 127.0.0.1:{port} cannot be listened on (address already in use)"
+    assert done.returncode == 3 and done.stderr.startswith(told)
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -12,6 +12,7 @@ from outrider.cli.session import Session, check_drafter
 from outrider.errors import InvalidParameter
 
 if TYPE_CHECKING:
+    from outrider.rollout.config import RolloutConfig
     from outrider.serve.config import ServerConfig
 
 What = Annotated[
@@ -81,8 +82,11 @@ def serve(
             session, Path(what), drafter=drafter, given=given, engine=engine, threads=threads
         )
         return
+    from outrider.serve.run import check_tls
+
     config = configuration(what, drafter=drafter, given=given, engine=engine)
-    _check_files(config)
+    check_tls(config.tls)
+    _check_ports(config)
     for profile in config.profiles.values():
         check_drafter(profile.drafter)
     _run(session, config, threads=threads)
@@ -117,12 +121,14 @@ def configuration(
     return make_config(values, source=what if from_file else "options")
 
 
-def _check_files(config: ServerConfig) -> None:
-    """What can be told to be wrong before a model is loaded."""
-    if config.tls is not None:
-        from outrider.serve.run import check_tls
+def _check_ports(config: ServerConfig | RolloutConfig) -> None:
+    """A port that is taken is told before a model is loaded."""
+    from outrider.serve.run import check_ports
 
-        check_tls(config.tls)
+    places = [(config.host, config.port)]
+    if config.admin_port is not None:
+        places.append((config.admin_host, config.admin_port))
+    check_ports(places)
 
 
 def _describes_rollout(what: str) -> bool:
@@ -168,6 +174,7 @@ def _run_rollout(
     config = load_rollout(path)
     said = {name: given[name] for name in PORTS if given[name] is not None}
     config = config.model_copy(update=said)
+    _check_ports(config)
     options: dict[str, Any] = {n: given[n] for n in OF_ENGINE if given[n] is not None}
     options["engine"] = {name: value for name, value in engine.items() if value is not None}
     embedded, server = None, embedded_config(config, options)

@@ -37,7 +37,7 @@ from outrider.engine.memory import allocating, memory_plan
 from outrider.engine.scheduler import Waiting, schedule
 from outrider.engine.sequence import Completion, FinishReason, Sequence, Update
 from outrider.engine.slots import Place, SlotPool
-from outrider.errors import GrammarLimit, InvalidParameter, OutriderError
+from outrider.errors import ContextExceeded, GrammarLimit, InvalidParameter, OutriderError
 from outrider.kernels.native import owning_the_cores
 from outrider.models.native import NativeTransformer
 from outrider.models.paths import cache_folder
@@ -623,12 +623,12 @@ class Engine:
         if not prompt:
             raise InvalidParameter("the prompt is empty; give at least one token")
         if len(prompt) >= self.context:
-            raise InvalidParameter(
+            raise ContextExceeded(
                 f"the prompt has {len(prompt)} tokens; the context holds {self.context}, "
                 "one of them for output: shorten the prompt or raise the context"
             )
         if len(prompt) + params.max_tokens > self.context:
-            raise InvalidParameter(
+            raise ContextExceeded(
                 f"max_tokens is {params.max_tokens}; with a prompt of {len(prompt)} tokens the "
                 f"context of {self.context} leaves {self.context - len(prompt)}"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.errors import InvalidParameter, Overloaded
+from outrider.errors import ContextExceeded, InvalidParameter, Overloaded
 
 KINDS = {
     400: "invalid_request_error",
@@ -81,7 +81,7 @@ def from_engine(fault: Exception) -> ApiError:
     if isinstance(fault, Overloaded):
         return overloaded(str(fault))
     if isinstance(fault, InvalidParameter):
-        too_long = "context" in str(fault)
+        too_long = isinstance(fault, ContextExceeded)
         return bad_request(str(fault), code="context_length_exceeded" if too_long else None)
     return internal()
 

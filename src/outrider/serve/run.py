@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import socket
 import ssl
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -51,6 +53,25 @@ def check_tls(tls: Tls | None) -> None:
             f"tls: certificate {tls.certificate} and key {tls.key} cannot be used: "
             f"{fault.strerror or fault}"
         ) from None
+
+
+def check_ports(places: Iterable[tuple[str, int]]) -> None:
+    """Can these hosts and ports be listened on? Told before a model is loaded.
+
+    Raises:
+        CannotListen: one is taken or not allowed.
+    """
+    for host, port in places:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host, port), family=family).close()
+        except OSError as fault:
+            why = os.strerror(fault.errno).lower() if fault.errno else str(fault)
+            raise _cannot_listen(host, port, why) from None
+
+
+def _cannot_listen(host: str, port: int, why: str) -> CannotListen:
+    return CannotListen(f"{host}:{port} cannot be listened on ({why}); choose another port")
 
 
 class _Server(uvicorn.Server):
@@ -186,8 +207,8 @@ async def _serve_one(server: _Server) -> None:
     try:
         await server.serve()
     except SystemExit:  # how uvicorn says that it cannot bind
-        address = f"{server.config.host}:{server.config.port}"
-        raise CannotListen(f"{address} cannot be listened on; choose another port") from None
+        config = server.config
+        raise _cannot_listen(config.host, config.port, "see the log") from None
 
 
 async def _announce(
