@@ -128,6 +128,36 @@ def test_a_draw_follows_the_weights(weights_V: Tensor, seed: int) -> None:
     assert not fits(wrong, chances)  # type: ignore[arg-type]
 
 
+class FarNeverWins(Noise):
+    """Lets only tokens near the likeliest race."""
+
+    def sample(self, weights_V, *, position, purpose, count=1, ids=None):  # type: ignore[no-untyped-def]
+        near = weights_V * (weights_V > 1e-4 * weights_V.max())
+        return super().sample(near, position=position, purpose=purpose, count=count)
+
+
+@pytest.mark.parametrize("kind", [Noise, FarNeverWins])
+def test_many_unlikely_tokens_race_as_one_and_come_first_as_often_as_they_should(
+    kind: type[Noise],
+) -> None:
+    """Three likely tokens, and thousands below 2^-14 of them that weigh an eighth together."""
+    size = 6000
+    weights = torch.full((size,), 1e-5)
+    weights[size // 2 :] = 3e-5
+    weights[[7, 4000, 5999]] = torch.tensor([0.5, 0.25, 0.13])
+    found: Counter[object] = Counter()
+    for token, count in draws(kind(6), weights, number=12_000).items():
+        assert isinstance(token, int)
+        likely = token in (7, 4000, 5999)
+        found[token if likely else f"far {token * 4 // size}"] += count
+    total = float(weights.sum())
+    chances: dict[object, float] = {t: float(weights[t]) / total for t in (7, 4000, 5999)}
+    for quarter in range(4):
+        part = weights[size // 4 * quarter : size // 4 * (quarter + 1)]
+        chances[f"far {quarter}"] = float(part[part < 1e-4].sum()) / total
+    assert fits(found, chances) == (kind is Noise)
+
+
 def test_an_unnormalised_weight_of_one_is_no_certainty() -> None:
     found = draws(Noise(3), torch.tensor([1.0, 0.5, 0.5]), number=4000)
     assert fits(found, {0: 0.5, 1: 0.25, 2: 0.25})

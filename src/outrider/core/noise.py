@@ -11,6 +11,11 @@ and not on the support, two distributions that share the noise tend to pick the 
 is what couples a drafter to its target (Daliri et al., arXiv 2408.07978). The first k arrivals are
 k draws without replacement.
 
+Most tokens of a large vocabulary are far less likely than the likeliest. In a single draw the far
+ones race as one, with the sum of their weights and a number of its own; only where they come first
+does each get its time. The first of several exponentials is exponential with the sum of their
+rates, and who it is does not depend on when, so the law is the same.
+
 The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; output function "mix13" by
 Stafford), entered at a key that hashes seed, position and purpose.
 """
@@ -30,6 +35,8 @@ from torch import Tensor
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 MAX_SEED = _MASK
+_FAR = 2.0**-14  # of the largest weight: tokens below race as one
+_MANY = 1024  # places from which on that saves anything
 
 
 class Purpose(IntEnum):
@@ -38,6 +45,7 @@ class Purpose(IntEnum):
     TOKEN = 0  # the target's own draw at a position, and the residual draw of `reject` and `block`
     DRAFT = 1  # a drafter's draw where it must be independent of the verifier: see `for_step`
     ACCEPT = 2  # the accept or reject decision
+    FAR = 3  # when the first of all unlikely tokens arrives
 
 
 class Source(Protocol):
@@ -154,6 +162,59 @@ class Noise:
         weights = weights_V.detach().to("cpu").numpy()
         support = weights > 0
         size = int(np.count_nonzero(support))
+        if count == 1 and size >= _MANY:
+            near = np.flatnonzero(weights >= _FAR * weights.max())
+            if 4 * len(near) < size:
+                return self._of_many(weights, near, position=position, purpose=purpose, ids=ids)
+        return self._race(
+            weights, support, size, position=position, purpose=purpose, count=count, ids=ids
+        )
+
+    def _of_many(
+        self,
+        weights: npt.NDArray[np.floating],
+        near: npt.NDArray[np.int64],
+        *,
+        position: int,
+        purpose: Purpose,
+        ids: npt.NDArray[np.int64] | None,
+    ) -> list[int]:
+        """One draw from weights of which those ``near`` the largest race alone."""
+        far = weights.copy()
+        far[near] = 0
+        together = float(far.sum(dtype=np.float64))
+        arrival = np.log(
+            self.uniform(near if ids is None else ids[near], position=position, purpose=purpose)
+        )
+        arrival /= weights[near]
+        first = int(arrival.argmax())
+        if together > 0:
+            alone = self.uniform(np.array([int(purpose)]), position=position, purpose=Purpose.FAR)
+            if float(np.log(alone[0])) / together > arrival[first]:
+                support = far > 0
+                return self._race(
+                    far,
+                    support,
+                    int(np.count_nonzero(support)),
+                    position=position,
+                    purpose=purpose,
+                    count=1,
+                    ids=ids,
+                )
+        return [int(near[first])]
+
+    def _race(
+        self,
+        weights: npt.NDArray[np.floating],
+        support: npt.NDArray[np.bool_],
+        size: int,
+        *,
+        position: int,
+        purpose: Purpose,
+        count: int,
+        ids: npt.NDArray[np.int64] | None,
+    ) -> list[int]:
+        """The first arrivals among the ``size`` places of the support."""
         places: npt.NDArray[np.int64] | None = None
         if 2 * size > len(weights):  # cheaper to give zeros a number too: they never arrive
             bits = _all_spread(len(weights)) if ids is None else _spread(ids)
