@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--greedy", type=int, default=16, help="greedy requests")
     parser.add_argument("--tokens", type=int, default=800, help="to test of the right engine")
-    parser.add_argument("--most-minutes", type=float, default=4.0, help="of sampled traffic")
+    parser.add_argument("--most-minutes", type=float, default=10.0, help="of sampled traffic")
     parser.add_argument("--out", type=Path, help="for logs and state; default: a new folder")
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="vllm-gateway-"))
