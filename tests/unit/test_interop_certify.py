@@ -26,10 +26,16 @@ def check() -> ModuleType:
     return module
 
 
-def test_the_servers_command_lines(check):
-    plain = check.arguments(Path("m"), 1, speculate=False)
+@pytest.fixture
+def launcher(check: ModuleType) -> ModuleType:
+    """What the check starts servers with."""
+    return sys.modules[check.server.__module__]
+
+
+def test_the_servers_command_lines(launcher):
+    plain = launcher.arguments(Path("m"), 1, speculate=False)
     assert "--speculative-config" not in plain and "--enforce-eager" in plain
-    words = check.arguments(Path("m"), 1, speculate=True)
+    words = launcher.arguments(Path("m"), 1, speculate=True)
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config == {"method": "draft_model", "model": "m", "num_speculative_tokens": 3}
 

@@ -1,14 +1,16 @@
 """Linear layers whose weight is packed once and applied many times.
 
 `PackedLinear` uses oneDNN's own weight layout on CPUs (1.5 to 2 times faster than `F.linear` for a
-few rows, and the same bits for a row however many rows go with it); `PlainLinear` is its slow twin
-and the path everywhere else. This module knows nothing of models.
+few rows, and the same bits for a row however many rows go with it, in bf16 where the processor
+multiplies that itself); `PlainLinear` is its slow twin and the path everywhere else. This module
+knows nothing of models.
 
 Shapes: M rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -54,7 +56,8 @@ class PackedLinear:
 
     oneDNN sums more than 1,024 inputs in another order for a single row than for two or more, so a
     lone row is computed as two equal ones there: a row's result then does not depend on how many
-    rows are computed with it (measured for 1 to 300 rows, one and two threads).
+    rows are computed with it (measured for 1 to 300 rows, one and two threads). Where bf16 is made
+    of fp32 products (`cpu_multiplies_bf16` is false), it is not so: the last bit may differ.
     """
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
@@ -76,6 +79,15 @@ class PackedLinear:
     def dense(self) -> Tensor:
         weight: Tensor = self._weight.to_dense()
         return weight
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Does the processor multiply bf16 itself? Known on Linux; elsewhere the answer is no."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
+    except (OSError, IndexError):
+        return False
+    return bool({"avx512_bf16", "amx_bf16"} & set(flags))
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

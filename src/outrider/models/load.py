@@ -20,6 +20,7 @@ import torch
 
 from outrider.errors import InvalidParameter, ModelError
 from outrider.kernels import native
+from outrider.kernels.linear import cpu_multiplies_bf16
 from outrider.kernels.quantised import Weight
 from outrider.models.config import FAMILIES, ModelConfig
 from outrider.models.gguf_file import converted, is_quantised, stored_weights
@@ -232,7 +233,7 @@ def _plain_precision(device: torch.device) -> str:
     """The floating-point precision that a device computes fast in."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-    return "bf16" if _cpu_has_bf16() else "fp32"
+    return "bf16" if cpu_multiplies_bf16() else "fp32"
 
 
 def open_folder(folder: Path) -> tuple[ModelConfig, TensorFolder]:
@@ -350,12 +351,3 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter(f"device {name!r} is not on this machine; use cpu")
     return device
-
-
-def _cpu_has_bf16() -> bool:
-    """Does the processor multiply bf16 itself? Known on Linux; elsewhere the answer is no."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
-    except (OSError, IndexError):
-        return False
-    return bool({"avx512_bf16", "amx_bf16"} & set(flags))
