@@ -162,73 +162,38 @@ class Noise:
         weights = weights_V.detach().to("cpu").numpy()
         support = weights > 0
         size = int(np.count_nonzero(support))
+        if size <= 1:  # one-hot, as at temperature 0, needs no noise
+            return list(map(int, np.flatnonzero(support)))
+        # with most of it left it is cheaper to give zeros a number too: they never arrive
+        places = None if 2 * size > len(weights) else np.flatnonzero(support)
+
+        def arrivals(places: npt.NDArray[np.int64] | None) -> npt.NDArray[np.float64]:
+            """Minus the times of these places, or of all."""
+            if places is None:
+                bits = _all_spread(len(weights)) if ids is None else _spread(ids)
+            else:
+                bits = _spread(places if ids is None else ids[places])
+            arrival = self._uniform(bits, position=position, purpose=purpose)
+            np.log(arrival, out=arrival)
+            with np.errstate(over="ignore", divide="ignore"):  # a subnormal weight: at infinity
+                arrival /= weights if places is None else weights[places]
+            return arrival
+
         if count == 1 and size >= _MANY:
             near = np.flatnonzero(weights >= _FAR * weights.max())
             if 4 * len(near) < size:
-                return self._of_many(weights, near, position=position, purpose=purpose, ids=ids)
-        return self._race(
-            weights, support, size, position=position, purpose=purpose, count=count, ids=ids
-        )
-
-    def _of_many(
-        self,
-        weights: npt.NDArray[np.floating],
-        near: npt.NDArray[np.int64],
-        *,
-        position: int,
-        purpose: Purpose,
-        ids: npt.NDArray[np.int64] | None,
-    ) -> list[int]:
-        """One draw from weights of which those ``near`` the largest race alone."""
-        far = weights.copy()
-        far[near] = 0
-        together = float(far.sum(dtype=np.float64))
-        arrival = np.log(
-            self.uniform(near if ids is None else ids[near], position=position, purpose=purpose)
-        )
-        arrival /= weights[near]
-        first = int(arrival.argmax())
-        if together > 0:
-            alone = self.uniform(np.array([int(purpose)]), position=position, purpose=Purpose.FAR)
-            if float(np.log(alone[0])) / together > arrival[first]:
-                support = far > 0
-                return self._race(
-                    far,
-                    support,
-                    int(np.count_nonzero(support)),
-                    position=position,
-                    purpose=purpose,
-                    count=1,
-                    ids=ids,
-                )
-        return [int(near[first])]
-
-    def _race(
-        self,
-        weights: npt.NDArray[np.floating],
-        support: npt.NDArray[np.bool_],
-        size: int,
-        *,
-        position: int,
-        purpose: Purpose,
-        count: int,
-        ids: npt.NDArray[np.int64] | None,
-    ) -> list[int]:
-        """The first arrivals among the ``size`` places of the support."""
-        places: npt.NDArray[np.int64] | None = None
-        if 2 * size > len(weights):  # cheaper to give zeros a number too: they never arrive
-            bits = _all_spread(len(weights)) if ids is None else _spread(ids)
-        else:
-            places = np.flatnonzero(support)
-            if size <= 1:  # one-hot, as at temperature 0, needs no noise
-                return list(map(int, places))
-            bits, weights = _spread(places if ids is None else ids[places]), weights[places]
-        arrival = self._uniform(bits, position=position, purpose=purpose)
-        np.log(arrival, out=arrival)
-        with np.errstate(over="ignore", divide="ignore"):  # a subnormal weight arrives at infinity
-            arrival /= weights
-        first = _first(arrival, min(count, size))
-        return list(map(int, first if places is None else places[first]))
+                arrival = arrivals(near)
+                first = int(arrival.argmax())
+                far = weights.copy()
+                far[near] = 0
+                together = float(far.sum(dtype=np.float64))
+                number = np.array([int(purpose)])
+                [alone] = np.log(self.uniform(number, position=position, purpose=Purpose.FAR))
+                if not (together > 0 and alone / together > arrival[first]):
+                    return [int(near[first])]
+                places = np.flatnonzero(far)
+        found = _first(arrivals(places), min(count, size))
+        return list(map(int, found if places is None else places[found]))
 
     def accept(self, p: float, q: float, *, position: int, index: int) -> bool:
         u = self.uniform(np.array([index]), position=position, purpose=Purpose.ACCEPT)[0]
