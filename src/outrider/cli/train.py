@@ -102,6 +102,7 @@ def train(
     from dataclasses import replace
 
     from outrider.train.config import TrainConfig
+    from outrider.train.muon import denormals_as_zero
     from outrider.train.pipeline import Plan, round_of, settings
 
     session: Session = context.obj
@@ -139,7 +140,8 @@ def train(
         online=online,
     )
     until = None if hours is None else time.monotonic() + 3600 * hours
-    _run(session, plan, target, until, weights=weights, device=device, threads=threads)
+    with denormals_as_zero():  # also in the threads that PyTorch has not started yet
+        _run(session, plan, target, until, weights=weights, device=device, threads=threads)
 
 
 def _given(

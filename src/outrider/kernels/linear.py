@@ -90,6 +90,13 @@ def cpu_multiplies_bf16() -> bool:
     return bool({"avx512_bf16", "amx_bf16"} & set(flags))
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Does the device multiply bf16 itself, and not by way of fp32?"""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return device.type == "cpu" and cpu_multiplies_bf16()
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Does this build of PyTorch have packed linear layers for the device and dtype?"""
     if device.type != "cpu" or dtype not in PACKED_DTYPES or not torch._C._has_mkldnn:

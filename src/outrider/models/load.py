@@ -20,7 +20,7 @@ import torch
 
 from outrider.errors import InvalidParameter, ModelError
 from outrider.kernels import native
-from outrider.kernels.linear import cpu_multiplies_bf16
+from outrider.kernels.linear import multiplies_bf16
 from outrider.kernels.quantised import Weight
 from outrider.models.config import FAMILIES, ModelConfig
 from outrider.models.gguf_file import converted, is_quantised, stored_weights
@@ -231,9 +231,9 @@ def _check_names(weights: str, kernels: str) -> None:
 
 def _plain_precision(device: torch.device) -> str:
     """The floating-point precision that a device computes fast in."""
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-    return "bf16" if cpu_multiplies_bf16() else "fp32"
+    if multiplies_bf16(device):
+        return "bf16"
+    return "fp16" if device.type == "cuda" else "fp32"
 
 
 def open_folder(folder: Path) -> tuple[ModelConfig, TensorFolder]:

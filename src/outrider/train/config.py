@@ -27,7 +27,7 @@ class TrainConfig:
         clip: largest norm of the gradient.
         weight_decay: of matrices.
         evaluate_every, save_every: steps.
-        bf16: multiply matrices in bf16.
+        bf16: multiply matrices in bf16; None does where the device multiplies it itself.
         seed: of the order of the data.
         accumulate: batches of a step.
     """
@@ -48,7 +48,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     evaluate_every: int = 400
     save_every: int = 100
-    bf16: bool = True
+    bf16: bool | None = None
     seed: int = 0
     accumulate: int = 1
 

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvalidParameter, NoSpace, TrainingFailed
+from outrider.kernels.linear import multiplies_bf16
 from outrider.train import checkpoint
 from outrider.train.batches import Batch, epochs, make_batch, plan_batches
 from outrider.train.config import TrainConfig
 from outrider.train.features import Features
 from outrider.train.heads import Frozen, HeadModule
 from outrider.train.learners import HeadLearner, Learner
+from outrider.train.muon import Muon, denormals_as_zero
 from outrider.train.samples import Sample
 
 __all__ = ["BEST", "CHECKPOINT", "LOG", "Loop", "Progress", "TrainConfig", "Trainer", "schedule"]
@@ -101,6 +103,8 @@ class Loop:
         per_epoch = sum(1 for _ in _one_epoch(samples, config))
         self.steps = max(1, math.ceil(per_epoch * config.epochs / config.accumulate))
         self._optimisers = _optimisers(learner, config)
+        fast = multiplies_bf16(learner.device)
+        self._bf16 = fast if config.bf16 is None else config.bf16
         self._data = hashlib.sha256("\n".join(s.id for s in samples).encode()).hexdigest()[:32]
         self.step = 0
         self.best: dict[str, float] = {}
@@ -130,7 +134,8 @@ class Loop:
             next(order)
         meter = _Meter()
         while self.step < self.steps:
-            self._train_step([next(order) for _ in range(config.accumulate)], meter)
+            with denormals_as_zero():
+                self._train_step([next(order) for _ in range(config.accumulate)], meter)
             self.step += 1
             if self.step % self.report_every == 0 or self.step == self.steps:
                 self._report(meter)
@@ -165,7 +170,7 @@ class Loop:
     def _accumulate(self, batch: Batch, meter: _Meter) -> None:
         """Add a batch's gradient."""
         device = self.learner.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
             losses, agreement = self.learner.losses(batch.to(device))
         weights = [self.config.decay**s for s in range(len(losses))]
         zero = torch.zeros((), device=device)
@@ -312,12 +317,7 @@ def _optimisers(learner: Learner, config: TrainConfig) -> list[torch.optim.Optim
     matrices = [p for p in learner.parameters() if p.ndim == 2]
     others = [p for p in learner.parameters() if p.ndim != 2]
     found: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(
-            matrices,
-            lr=config.muon_rate,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        Muon(matrices, lr=config.muon_rate, weight_decay=config.weight_decay)
     ]
     if others:
         found.append(torch.optim.AdamW(others, lr=config.rate, betas=(0.9, 0.95), weight_decay=0.0))
