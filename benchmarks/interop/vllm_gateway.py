@@ -34,7 +34,7 @@ sys.path[:0] = [str(HERE.parent / "peers"), str(HERE.parent), str(HERE)]
 from install import vllm_python  # noqa: E402
 from served import free_port  # noqa: E402
 from vllm_heads import for_vllm  # noqa: E402
-from vllm_server import NAME, OWN, server  # noqa: E402
+from vllm_server import DTYPE, NAME, OWN, server  # noqa: E402
 
 from outrider.backends.base import Ask, Backend  # noqa: E402
 from outrider.backends.connect import connect  # noqa: E402
@@ -55,7 +55,7 @@ BATCH = 8
 TEMPERATURE = 0.5
 LONGEST = 250  # words of a prompt
 WORDS = (
-    *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "768"),
+    *("--dtype", DTYPE, "--enforce-eager", "--max-model-len", "768"),
     *("--max-num-seqs", "16", "--max-num-batched-tokens", "768"),
 )
 

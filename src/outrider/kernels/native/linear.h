@@ -95,10 +95,12 @@ inline void prepare(const Matrix& w, const float* x, int row, Acts a) {
   }
 }
 
+// Rows of a tile, and halves of a block that go side by side: an activation is then read once for
+// both, and memory hands out two runs of weights at once. AVX2 lacks the registers for that.
 #if defined(__AVX512F__)
-constexpr int kMostRows = kPanel;
+constexpr int kMostRows = kPanel, kHalves = 2;
 #else
-constexpr int kMostRows = 2;
+constexpr int kMostRows = 2, kHalves = 1;
 #endif
 constexpr int kAhead = 8192;  // bytes between a weight that is used and the one that is fetched
 
@@ -115,30 +117,40 @@ constexpr int group_bytes(int kind) {
   return kind == outrider::kInt8 ? 512 : kind == outrider::kInt8Groups ? 32 + 512 : 64 + 256;
 }
 
-// sum += products of R rows with one group: integers, exact.
+// sum[half][r] += products of R rows with one group of each half: integers, exact. The halves lie
+// `apart` bytes from each other.
 template <int R, int Kind>
-INLINE void dot_group(const uint8_t* q, const uint8_t* x, I* sum) {
+INLINE void dot_group(const uint8_t* q, size_t apart, const uint8_t* x, I (*sum)[R]) {
   if (Kind == outrider::kInt4Groups) {
     const I nibble = i_set(0x0f0f0f0f);
 #pragma GCC unroll 4
     for (int s = 0; s < 4; s++) {
-      I both = i_load(q + 64 * s);
-      I low = i_and(both, nibble), high = i_and(i_shr<4>(both), nibble);
+      I low[kHalves], high[kHalves];
+      for (int h = 0; h < kHalves; h++) {
+        I both = i_load(q + h * apart + 64 * s);
+        low[h] = i_and(both, nibble), high[h] = i_and(i_shr<4>(both), nibble);
+      }
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const uint8_t* xr = x + 4 * kPanel * s + 4 * r;
-        sum[r] = dot_nibbles(sum[r], i_set(load_i32(xr)), low);
-        sum[r] = dot_nibbles(sum[r], i_set(load_i32(xr + 16 * kPanel)), high);
+        I first = i_set(load_i32(xr)), later = i_set(load_i32(xr + 16 * kPanel));
+        for (int h = 0; h < kHalves; h++) {
+          sum[h][r] = dot_nibbles(sum[h][r], first, low[h]);
+          sum[h][r] = dot_nibbles(sum[h][r], later, high[h]);
+        }
       }
     }
     return;
   }
 #pragma GCC unroll 8
   for (int s = 0; s < 8; s++) {
-    I w = i_load(q + 64 * s);
+    I w[kHalves];
+    for (int h = 0; h < kHalves; h++) w[h] = i_load(q + h * apart + 64 * s);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-      sum[r] = dot_offset(sum[r], i_set(load_i32(x + 4 * kPanel * s + 4 * r)), w);
+    for (int r = 0; r < R; r++) {
+      I xr = i_set(load_i32(x + 4 * kPanel * s + 4 * r));
+      for (int h = 0; h < kHalves; h++) sum[h][r] = dot_offset(sum[h][r], xr, w[h]);
+    }
   }
 }
 
@@ -151,33 +163,47 @@ template <int R, int Kind>
 void tile_groups(const Matrix& w, int block, const Acts& a, int row, float* out) {
   constexpr int kBytes = group_bytes(Kind), kScales = kBytes % 256;
   constexpr bool kFour = Kind == outrider::kInt4Groups;
+  constexpr int kGroupsAhead = kAhead / 512 / kHalves;
   int groups = round_up(w.k, kGroup) / kGroup, all = a.ld / kGroup;
-  const uint8_t* p = (const uint8_t*)w.data + (size_t)block * groups * 2 * kBytes;
-  for (int half = 0; half < 2; half++) {
+  size_t apart = (size_t)groups * kBytes;  // bytes of a half
+  for (int half = 0; half < 2; half += kHalves) {
+    const uint8_t* p = (const uint8_t*)w.data + ((size_t)block * 2 + half) * apart;
     const uint8_t* x = a.bytes + a.at(row, a.ld, 4);
     size_t info = a.at(row, all, 1);
-    F total[R];
-    for (int r = 0; r < R; r++) total[r] = f_zero();
+    F total[kHalves][R];
+    for (int h = 0; h < kHalves; h++)
+      for (int r = 0; r < R; r++) total[h][r] = f_zero();
     for (int g = 0; g < groups; g++, p += kBytes, x += kGroup * kPanel, info += kPanel) {
-      for (int i = 0; i < kBytes; i += 64) fetch(p + kAhead + i);
-      I dot[R];
+      // Behind the end of a half comes the next one that is read by the same run.
+      const uint8_t* ahead = p + kGroupsAhead * kBytes;
+      if (g + kGroupsAhead >= groups) ahead += (kHalves - 1) * apart;
+      for (int h = 0; h < kHalves; h++)
+        for (int i = 0; i < kBytes; i += 64) fetch(ahead + h * apart + i);
+      I dot[kHalves][R];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) dot[r] = kFour ? i_zero() : i_set(a.start[info + r]);
-      dot_group<R, Kind>(p + kScales, x, dot);
-      F scale = kScales ? f_load_f16((const uint16_t*)p) : f_zero();
-      F minimum = kFour ? f_load_f16((const uint16_t*)p + 16) : f_zero();
+      for (int r = 0; r < R; r++)
+        for (int h = 0; h < kHalves; h++) dot[h][r] = kFour ? i_zero() : i_set(a.start[info + r]);
+      dot_group<R, Kind>(p + kScales, apart, x, dot);
+      for (int h = 0; h < kHalves; h++) {
+        const uint16_t* scales = (const uint16_t*)(p + h * apart);
+        F scale = kScales ? f_load_f16(scales) : f_zero();
+        F minimum = kFour ? f_load_f16(scales + 16) : f_zero();
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        F value = i_to_f(dot[r]);
-        if (kScales) value = f_mul(value, scale);
-        if (kFour) total[r] = f_fma(minimum, f_set(a.lift[info + r]), total[r]);
-        total[r] = f_fma(value, f_set(a.scale[info + r]), total[r]);
+        for (int r = 0; r < R; r++) {
+          F value = i_to_f(dot[h][r]);
+          if (kScales) value = f_mul(value, scale);
+          if (kFour) total[h][r] = f_fma(minimum, f_set(a.lift[info + r]), total[h][r]);
+          total[h][r] = f_fma(value, f_set(a.scale[info + r]), total[h][r]);
+        }
       }
     }
-    F column = kScales ? f_zero() : f_load(w.scale + block * kBlock + half * kLanes);
+    for (int h = 0; h < kHalves; h++) {
+      int column = (half + h) * kLanes;
+      F scale = kScales ? f_zero() : f_load(w.scale + block * kBlock + column);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-      f_store(out + r * kBlock + half * kLanes, kScales ? total[r] : f_mul(total[r], column));
+      for (int r = 0; r < R; r++)
+        f_store(out + r * kBlock + column, kScales ? total[h][r] : f_mul(total[h][r], scale));
+    }
   }
 }
 
