@@ -164,6 +164,7 @@ def compared(
         "planned": {name: round(value, 2) for name, value in planned.items()},
         "planned_over_served": {n: round(planned[n] / real[n], 3) for n in real},
         "verify_ms": {rows: round(ms, 2) for rows, ms in costs.verify_ms.items()},
+        "sequence_ms": round(costs.sequence_ms, 3),
     }
 
 

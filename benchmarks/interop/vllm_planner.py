@@ -2,9 +2,10 @@
 
     python benchmarks/interop/vllm_planner.py --json FILE      # under six minutes
 
-vLLM is known by its answers alone. With N streams at once the time between tokens is that of a step
-of N rows; the time to the first token of one prompt of P tokens is that of a step of P rows, and of
-what lies outside the engine, which a prompt of one token shows. Then requests arrive at random, at
+vLLM is known by its answers alone. The time to the first token of one prompt of P tokens is that
+of a step of P rows, and of what lies outside the engine, which a prompt of one token shows. With N
+streams at once the time between tokens is that of a step of N rows, and of what each stream costs
+beyond its row. Then requests arrive at random, at
 shares of the rate that these costs allow, and the planner is given the same arrivals, prompts and
 answer lengths, with vLLM's own bounds of a step. Plain and greedy; answers end at their bound. The
 check of the embedded engine, and what both share, is in ``benchmarks/planner_check.py``. vLLM's CPU
@@ -22,7 +23,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ STEP_TOKENS = 80  # as the embedded engine: 64 of prompts beside 16 sequences
 CONTEXT = 1024
 LONGEST = 400  # tokens of a prompt
 AT_ONCE = (1, 2, 4, 8, 12, 16)
-PROMPTS = (24, 32, 48, 64)  # tokens; one step each
+PROMPTS = (4, 8, 16, 24, 32, 48, 64)  # tokens; one step each
 WHOLE_STEPS = 3  # of a prompt whose steps are full, for the mean over what came before them
 REPEATS = 5
 ROUNDS = 3
@@ -65,7 +66,7 @@ class Measured:
     """What answers show of an engine.
 
     Attributes:
-        costs: milliseconds of a step by rows.
+        costs: milliseconds of a step by rows, and for each stream.
         outside_ms: of a request, in no step: HTTP, tokens to text, the way between processes.
     """
 
@@ -116,7 +117,7 @@ def steady_ms(answers: Sequence[Answer]) -> float:
 
 
 async def measure(backend: Backend, prompts: Iterator[Prompt], *, tokens: int) -> Measured:
-    """Costs by rows, from answers alone."""
+    """Costs by rows and streams, from answers alone."""
     await shots_of(backend, jobs(prompts, count=1, tokens=tokens), Load(warm_up=2))
     steps: dict[int, list[float]] = {n: [] for n in AT_ONCE}
     for _ in range(ROUNDS):  # in turns, so that a slow minute meets all of them
@@ -124,12 +125,24 @@ async def measure(backend: Backend, prompts: Iterator[Prompt], *, tokens: int) -
             work = jobs(prompts, count=n, tokens=tokens)
             shots = await shots_of(backend, work, Load(concurrency=n, warm_up=0))
             found.append(steady_ms([shot.answer for shot in shots]))
-    table = {n: statistics.median(found) for n, found in steps.items()}
+    streams = {n: statistics.median(found) for n, found in steps.items()}
     first = await first_token_ms(backend, prompts)
-    outside = max(0.0, first[1] - table[1])
-    table |= {rows: first[rows] - outside for rows in PROMPTS}
-    table[STEP_TOKENS] = (first[WHOLE_STEPS * STEP_TOKENS] - outside) / WHOLE_STEPS
-    return Measured(planner.Costs(table), outside)
+    outside = max(0.0, first[1] - streams[1])
+    by_rows = {rows: first[rows] - outside for rows in (1, *PROMPTS)}
+    by_rows[STEP_TOKENS] = (first[WHOLE_STEPS * STEP_TOKENS] - outside) / WHOLE_STEPS
+    return Measured(costs_of(streams, by_rows), outside)
+
+
+def costs_of(streams: Mapping[int, float], by_rows: Mapping[int, float]) -> planner.Costs:
+    """What a row costs and what a stream costs beyond it.
+
+    Args:
+        streams: decoding streams to the milliseconds of a step.
+        by_rows: a prompt's tokens to the milliseconds of a step.
+    """
+    rows = planner.Costs(by_rows)
+    beyond = statistics.median((ms - rows.verify(n)) / n for n, ms in streams.items() if n > 1)
+    return planner.Costs(by_rows, sequence_ms=max(0.0, beyond))
 
 
 async def first_token_ms(backend: Backend, prompts: Iterator[Prompt]) -> dict[int, float]:
@@ -148,8 +161,9 @@ async def first_token_ms(backend: Backend, prompts: Iterator[Prompt]) -> dict[in
 
 def capacity(costs: planner.Costs, *, prompt: float, tokens: int) -> float:
     """Requests per second with which all slots are busy, if prompts fill up their steps."""
-    decode = costs.verify(SLOTS)
-    row = (costs.verify(STEP_TOKENS) - decode) / (STEP_TOKENS - SLOTS)
+    rows = costs.verify(SLOTS)
+    decode = rows + costs.sequence_ms * SLOTS
+    row = (costs.verify(STEP_TOKENS) - rows) / (STEP_TOKENS - SLOTS)
     return 1000 / (prompt * row + (tokens - 1) * decode / SLOTS)
 
 

@@ -50,8 +50,17 @@ def test_the_step_is_timed_while_all_streams_decode(check):
         check.steady_ms([one, stream(1.3, [0.0, 0.02, 0.04])])
 
 
-def test_the_planner_at_the_capacity_is_just_busy(check):
-    costs = planner.Costs({1: 20.0, 16: 35.0, 80: 120.0})
+def test_a_stream_costs_what_its_row_does_not(check):
+    by_rows = {1: 20.0, 4: 23.0, 8: 27.0, 16: 35.0}
+    streams = {n: 19.0 + n + 1.5 * n for n in (1, 2, 4, 8, 16)}
+    assert check.costs_of(streams, by_rows).sequence_ms == pytest.approx(1.5)
+    free = {n: 0.9 * (19.0 + n) for n in (1, 2, 4, 8, 16)}
+    assert check.costs_of(free, by_rows).sequence_ms == 0.0
+
+
+@pytest.mark.parametrize("each", [0.0, 1.5])
+def test_the_planner_at_the_capacity_is_just_busy(check, each):
+    costs = planner.Costs({1: 20.0, 16: 35.0, 80: 120.0}, sequence_ms=each)
     most = check.capacity(costs, prompt=150, tokens=64)
     engine = planner.Engine(costs, slots=check.SLOTS, step_tokens=check.STEP_TOKENS)
     busy = []

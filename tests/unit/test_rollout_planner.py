@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,13 @@ def test_prompts_get_what_decoding_leaves_of_a_step():
     steps = [COSTS.verify(10) + 0.4] * 2 + [COSTS.verify(6) + 0.4]  # 8 + 8 + 4
     wait = served.first[2] - 100
     assert sum(steps) <= wait < sum(steps) + COSTS.verify(2) + 0.4
+
+
+def test_every_sequence_that_decodes_costs_something():
+    engine = replace(ENGINE, costs=replace(COSTS, sequence_ms=0.5))
+    for sequences in (1, 4):
+        more = engine.step_ms(sequences, depth=2, prompt_rows=9)
+        assert more - ENGINE.step_ms(sequences, depth=2, prompt_rows=9) == 0.5 * sequences
 
 
 def test_speculation_helps_where_rows_are_free():

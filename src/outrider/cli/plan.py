@@ -155,7 +155,8 @@ def _costs(
     table = document["costs"]
     try:
         verify = {int(rows): float(ms) for rows, ms in table["verify_ms"].items()}
-        return Costs(verify, float(table.get("host_ms") or 0.0), base, depth)
+        host, each = (float(table.get(name) or 0.0) for name in ("host_ms", "sequence_ms"))
+        return Costs(verify, host, base, depth, sequence_ms=each)
     except (TypeError, ValueError) as fault:
         raise InvalidParameter(f"--costs {path}: {fault}") from None
 

@@ -44,6 +44,8 @@ class Costs:
         draft_base_ms, draft_depth_ms: of a proposal: once, and per depth.
         draft_share: how much of it each further sequence of the step adds: 0 for a drafter that
             guesses for all at once at the price of one, 1 for one after the other.
+        sequence_ms: of each sequence that decodes, beyond its rows: its context, its text, its
+            stream.
     """
 
     verify_ms: Mapping[int, float]
@@ -51,6 +53,7 @@ class Costs:
     draft_base_ms: float = 0.0
     draft_depth_ms: float = 0.0
     draft_share: float = 0.0
+    sequence_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.verify_ms or min(self.verify_ms) < 1 or min(self.verify_ms.values()) <= 0:
@@ -143,7 +146,8 @@ class Engine:
     def step_ms(self, sequences: int, *, depth: int, prompt_rows: int = 0) -> float:
         """Of a step."""
         rows = sequences * (1 + depth) + prompt_rows
-        return self.costs.verify(rows) + self.costs.host_ms + self.costs.draft(sequences, depth)
+        beside = self.costs.host_ms + self.costs.sequence_ms * sequences
+        return self.costs.verify(rows) + beside + self.costs.draft(sequences, depth)
 
 
 @dataclass(frozen=True)
