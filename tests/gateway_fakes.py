@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import uvloop
+
 from outrider.backends.vllm import VLLM
 from outrider.rollout.config import RolloutConfig, make_rollout
 from outrider.rollout.ramp import GateResult
@@ -128,7 +130,7 @@ def with_gateway(
         finally:
             await gateway.stop()
 
-    return asyncio.run(run())
+    return uvloop.run(run())
 
 
 @contextlib.asynccontextmanager

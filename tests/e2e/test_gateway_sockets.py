@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from gateway_fakes import served
 from outrider.backends.base import EngineUnfit
@@ -79,7 +80,7 @@ def test_the_embedded_engine_says_the_same_under_both_profiles(
                 assert 'outcome="ok",profile="fast",reason="split"} 2.0' in page
                 assert 'outcome="ok",profile="baseline",reason="rolled_back"} 2.0' in page
 
-    asyncio.run(test())
+    uvloop.run(test())
     out = capsys.readouterr().out
     assert "rolled_back" in out and "a test" in out
     assert not [r for r in caplog.records if "server stopped" in str(vars(r).get("facts"))]
@@ -171,7 +172,7 @@ def test_an_engine_that_dies_costs_no_answer_that_could_be_saved(
                 else:
                     assert profile == "baseline" and text.endswith("data: [DONE]\n\n")
 
-    asyncio.run(test())
+    uvloop.run(test())
 
 
 ENGINE = """
@@ -225,7 +226,7 @@ def test_a_supervised_engine_is_started_again_and_ended() -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(last, 0)
 
-    asyncio.run(test())
+    uvloop.run(test())
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_an_engine_that_does_not_come_up_says_why(command: list[str], words: str
         with pytest.raises(EngineUnfit, match=words):
             await engine.start()
 
-    asyncio.run(test())
+    uvloop.run(test())
 
 
 VLLM = """#!{python}
@@ -313,4 +314,4 @@ def test_vllm_is_started_asked_and_ended(tmp_path: Path, monkeypatch: pytest.Mon
                 page = await response.text()
                 assert 'outrider_gateway_accepted_tokens_total{profile="spec"} 4.0' in page
 
-    asyncio.run(test())
+    uvloop.run(test())

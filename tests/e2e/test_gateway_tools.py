@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from gateway_fakes import CHAT, served
 from outrider.engine import FixedBudget
@@ -80,4 +80,4 @@ def test_a_forced_tool_call_reaches_the_embedded_engine(tmp_path: Path, share: s
                 assert name in names and finish == "tool_calls"
                 assert isinstance(json.loads(arguments)["x"], bool)
 
-    asyncio.run(test())
+    uvloop.run(test())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from outrider.engine import FixedBudget
 from outrider.serve.app import App
@@ -131,6 +132,12 @@ def test_large_bodies_are_taken_or_refused_in_words(size: int) -> None:
         assert status in {100_000: {200}, 700_000: {413}, 3_000_000: {413, 0}}[size]
 
 
+CHUNKED = (
+    b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+    b"content-type: application/json\r\ntransfer-encoding: chunked\r\n"
+)
+
+
 @pytest.mark.parametrize(
     "garbage",
     [
@@ -140,8 +147,23 @@ def test_large_bodies_are_taken_or_refused_in_words(size: int) -> None:
         b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
         b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
         b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: evil.example\r\n\r\n",
+        b"GET /health\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        CHUNKED + b"content-length: 3\r\n\r\n0\r\n\r\n",
+        CHUNKED + b"transfer-encoding: identity\r\n\r\n0\r\n\r\n",
+        CHUNKED.replace(b"chunked", b"xchunked") + b"\r\n0\r\n\r\n",
     ],
-    ids=["tls", "version", "no host", "negative length", "large header", "two hosts"],
+    ids=[
+        "tls",
+        "version",
+        "no host",
+        "negative length",
+        "large header",
+        "two hosts",
+        "path",
+        "two lengths",
+        "two encodings",
+        "encoding",
+    ],
 )
 def test_what_is_no_http_is_refused_and_the_server_goes_on(garbage: bytes) -> None:
     with running_server(fake_service()) as address:
@@ -154,6 +176,35 @@ def test_what_is_no_http_is_refused_and_the_server_goes_on(garbage: bytes) -> No
         good.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert good.recv(65536).startswith(b"HTTP/1.1 200")
         good.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ", b"y" * 1000),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"x: y\r\n" * 100),
+        (b"GET /", b"y" * 1000),
+        (CHUNKED + b"\r\n0\r\n", b"x: y\r\n" * 100),
+        (CHUNKED + b"\r\n1;", b"y" * 1000),
+    ],
+    ids=["a header", "headers", "a path", "trailers", "a chunk's extension"],
+)
+def test_what_has_no_end_is_cut_off(begin: bytes, more: bytes) -> None:
+    with running_server(fake_service()) as address:
+        bad = connect(address)
+        bad.sendall(begin)
+        sent, answer = 0, b""
+        bad.settimeout(0.02)
+        with contextlib.suppress(ConnectionError):
+            while sent < 2**20:
+                bad.sendall(more)
+                sent += len(more)
+                with contextlib.suppress(TimeoutError):
+                    answer = bad.recv(65536)
+                    break
+        assert sent < 2**16
+        assert not answer or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+        bad.close()
 
 
 def test_a_slow_reader_does_not_hold_the_others() -> None:
@@ -265,7 +316,7 @@ def test_a_soak_loses_crosses_and_keeps_nothing() -> None:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(service.stop)
 
-    asyncio.run(run())
+    uvloop.run(run())
     wanted = {kind: 400 if kind == "bad" else 200 for kind in KINDS}
     assert {(kind, status) for kind, status in seen if status != wanted[kind]} == set()
     worker = service.worker

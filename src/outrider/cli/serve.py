@@ -160,7 +160,7 @@ def _run_rollout(
     threads: int | None,
 ) -> None:
     """The gateway, with the embedded engine behind it where a profile wants that."""
-    import asyncio
+    import uvloop
 
     from outrider.evaluate.redact import Redactor
     from outrider.rollout.config import load_rollout
@@ -204,7 +204,7 @@ def _run_rollout(
     def redact(text: str) -> str:
         return redactor.conversation([text])[0]
 
-    asyncio.run(
+    uvloop.run(
         serve_rollout(config, source=path, embedded=embedded, listening=listening, redact=redact)
     )
 
@@ -219,7 +219,7 @@ def _print_hash(session: Session) -> None:
 
 
 def _run(session: Session, config: ServerConfig, *, threads: int | None) -> None:
-    import asyncio
+    import uvloop
 
     from outrider.serve.logs import set_up_logs
     from outrider.serve.run import serve as serve_until_told
@@ -246,4 +246,4 @@ def _run(session: Session, config: ServerConfig, *, threads: int | None) -> None
     def listening(address: str) -> None:
         session.err.print(f"listening on {address}", markup=False)
 
-    asyncio.run(serve_until_told(service, listening=listening))
+    uvloop.run(serve_until_told(service, listening=listening))

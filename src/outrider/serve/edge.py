@@ -19,7 +19,7 @@ from prometheus_client import Counter, Gauge
 
 from outrider.serve.answers import new_id
 from outrider.serve.config import ServerConfig
-from outrider.serve.errors import ApiError, bad_request
+from outrider.serve.errors import ApiError, bad_request, headers_too_large
 from outrider.serve.exchange import Exchange, as_api_error
 from outrider.serve.keys import Caller, KeyRing
 from outrider.serve.logs import log_request
@@ -171,9 +171,9 @@ class Edge(Generic[_Behind]):
         limits = self._service.config.limits
         headers = exchange.headers
         if len(headers) > limits.header_count or headers.size > limits.header_bytes:
-            raise ApiError(
-                431, "too many or too large headers; send fewer", code="headers_too_large"
-            )
+            raise headers_too_large()
+        if headers.count(b"host") > 1:
+            raise bad_request("the Host header was sent more than once", code="bad_host")
         if not self._host_allowed(headers.text(b"host")):
             raise ApiError(403, "this Host is not served here", code="host_not_allowed")
         if self._in_flight > limits.in_flight:

@@ -76,6 +76,11 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(400, message, param, code or "invalid_value")
 
 
+def headers_too_large() -> ApiError:
+    """431: more, or larger, headers than are read."""
+    return ApiError(431, "too many or too large headers; send fewer", code="headers_too_large")
+
+
 def from_engine(fault: Exception) -> ApiError:
     """The wire's form of what the engine refused a request with."""
     if isinstance(fault, Overloaded):

@@ -21,6 +21,7 @@ import uvicorn
 from outrider.errors import InvalidParameter, OutriderError
 from outrider.serve.app import App
 from outrider.serve.config import Limits, Tls
+from outrider.serve.protocol import BoundedHttp
 from outrider.serve.service import Service
 from outrider.serve.wire import Receive, Scope, Send
 
@@ -231,7 +232,7 @@ def _settings(place: Place, limits: Limits, tls: Tls | None) -> uvicorn.Config:
         place.app,
         host=place.host,
         port=place.port,
-        http="h11",
+        http=BoundedHttp,
         ws="none",
         lifespan="off",
         loop="asyncio",

@@ -41,6 +41,10 @@ class Headers:
     def get(self, name: bytes) -> bytes | None:
         return next((value for key, value in self._raw if key.lower() == name), None)
 
+    def count(self, name: bytes) -> int:
+        """How often it was sent."""
+        return sum(key.lower() == name for key, _ in self._raw)
+
     def text(self, name: bytes) -> str | None:
         value = self.get(name)
         return None if value is None else value.decode("latin-1")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import uvloop
 from torch import Tensor
 
 from outrider.engine import Budget, FixedBudget
@@ -131,7 +132,7 @@ def running_server(service: Service) -> Iterator[str]:
 
     def main() -> None:
         try:
-            asyncio.run(run())
+            uvloop.run(run())
         except BaseException as fault:
             ready.put(fault)
 
