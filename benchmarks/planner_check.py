@@ -112,8 +112,28 @@ def costs_of(steps: Sequence[StepRecord]) -> planner.Costs:
 def reached(requests: Sequence[Request]) -> tuple[float, ...]:
     """The share of steps that accepted 1, 2, ... guesses or more."""
     steps = [s for r in requests if r.done for s in r.done.steps if s.emitted]
-    shares = [sum(s.accepted >= j for s in steps) / len(steps) for j in range(1, DEPTH + 1)]
-    return tuple(share for share in shares if share > 0)
+    return tuple(count / len(steps) for count in depths(steps))
+
+
+def depths(steps: Sequence[StepRecord]) -> list[int]:
+    """Steps that accepted 1, 2, ... guesses or more."""
+    counts = [sum(s.accepted >= j for s in steps) for j in range(1, DEPTH + 1)]
+    return [count for count in counts if count]
+
+
+def speculative(requests: Sequence[Request], costs: planner.Costs) -> planner.Engine:
+    """The planner's engine, by what these requests accepted, each of them and together."""
+    each = [[s for s in r.done.steps if s.emitted] for r in requests if r.done]
+    steps = [step for own in each for step in own]
+    accepted = reached(requests)
+    return planner.Engine(
+        costs,
+        accepted,
+        mix=planner.kinds([depths(own) for own in each], [len(own) for own in each]),
+        guessed=sum(s.proposed for s in steps) / len(steps) / max(len(accepted), 1),
+        adaptive=False,
+        slots=SLOTS,
+    )
 
 
 def figures(requests: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
@@ -140,19 +160,17 @@ def planned(
         outside_s: how long a request takes to the engine's queue and its first token back.
     """
     tokens = np.array([n for *_, n in sent])
-    work = planner.steps_needed(tokens - 1, engine.reached, np.random.default_rng(0))
+    work = planner.work_of(tokens - 1, engine, np.random.default_rng(0))
     arrivals = [1000 * (arrival + outside_s) for arrival, _, _ in sent]
     served = planner.serve(planner.Load(arrivals, [n for _, n, _ in sent], work.tolist()), engine)
     rows = zip(sent, served.first, served.last, strict=True)
     return figures([(at, a / 1000, b / 1000, n) for (at, _, n), a, b in rows])
 
 
-def simulated(
-    requests: Sequence[Request], costs: planner.Costs, accepted: tuple[float, ...]
-) -> dict[str, float]:
+def simulated(requests: Sequence[Request], engine: planner.Engine) -> dict[str, float]:
     """What the planner makes of the same requests."""
     sent = [(r.arrival, len(r.prompt), len(r.done.tokens)) for r in requests if r.done]
-    return planned(sent, planner.Engine(costs, accepted, adaptive=False, slots=SLOTS))
+    return planned(sent, engine)
 
 
 def compared(
@@ -190,7 +208,10 @@ def check(
             engine_of(model), requests, drafter=drafter, tokens=options.max_tokens, most=at_once
         )
         learnt += requests
-    costs, accepted = costs_of(steps), () if drafter == "none" else reached(learnt)
+    costs = costs_of(steps)
+    planned_engine = planner.Engine(costs, slots=SLOTS)
+    if drafter != "none":
+        planned_engine = speculative(learnt, costs)
     cells = []
     for rate in map(float, options.rates.split(",")):
         requests = arrivals(supply, count=options.requests, rate=rate, seed=int(10 * rate))
@@ -198,8 +219,9 @@ def check(
         ends = [
             (r.arrival, r.first, r.last, len(r.done.tokens)) for r in requests if r.done is not None
         ]
-        cell = {"drafter": drafter, "rate": rate, "accepted": accepted}
-        cell |= compared(figures(ends), simulated(requests, costs, accepted), costs)
+        cell: dict[str, Any] = {"drafter": drafter, "rate": rate}
+        cell |= {"accepted": planned_engine.reached, "guessed": planned_engine.guessed}
+        cell |= compared(figures(ends), simulated(requests, planned_engine), costs)
         print(json.dumps(cell), flush=True)
         cells.append(cell)
     return cells

@@ -71,10 +71,12 @@ def plan(
     if json_file is not None:
         options.check_writable(json_file)
     document = _document(costs)
-    reached = _acceptance(document, drafter, acceptance, costs)
+    reached, mix, guessed = _acceptance(document, drafter, acceptance, costs)
     engine = planner.Engine(
         _costs(document, drafter, draft_ms, costs),
         reached,
+        mix=mix,
+        guessed=guessed,
         adaptive=not fixed,
         slots=slots,
         chunk=chunk,
@@ -119,11 +121,14 @@ def _prediction(document: Mapping[str, Any], drafter: str, path: Path) -> Mappin
 
 def _acceptance(
     document: Mapping[str, Any], drafter: str | None, given: str | None, path: Path
-) -> tuple[float, ...]:
-    """The share of all steps that accept 1, 2, ... guesses or more."""
+) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], float]:
+    """The share of all steps that accept 1, 2, ... guesses or more, of all requests and of kinds
+    of them; and the guesses of a step over its depth."""
+    from outrider.rollout.planner import kinds
+
     if given is not None:
         try:
-            return tuple(float(part) for part in given.split(","))
+            return tuple(float(part) for part in given.split(",")), (), 1.0
         except ValueError:
             raise InvalidParameter(
                 f"--acceptance {given!r} is no list of shares, such as 0.7,0.5,0.35"
@@ -131,12 +136,17 @@ def _acceptance(
     if drafter is None:
         raise InvalidParameter("give --acceptance, or --drafter of a replay's file")
     prediction = _prediction(document, drafter, path)
-    per_request = [r["accepted_by_position"] for r in prediction.get("requests", ())]
-    depth = max((len(counts) for counts in per_request), default=0)
-    totals = [sum(c[j] for c in per_request if j < len(c)) for j in range(depth)]
+    requests = prediction.get("requests", ())
+    accepted = [r["accepted_by_position"] for r in requests]
+    depth = max(map(len, accepted), default=0)
+    totals = [sum(c[j] for c in accepted if j < len(c)) for j in range(depth)]
     steps = prediction.get("steps") or 1
     shares = [total / steps for total in totals] or prediction.get("by_position", [])
-    return tuple(share for share in shares if share > 0)
+    reached = tuple(share for share in shares if share > 0)
+    each = [r.get("target_steps") for r in requests]
+    mix = kinds(accepted, each) if each and all(each) else ()
+    rows = prediction.get("rows_per_step")
+    return reached, mix, (rows - 1) / len(reached) if rows and reached else 1.0
 
 
 def _costs(

@@ -32,6 +32,8 @@ Ints = NDArray[np.int64]
 EXACT_UP_TO: Final = 1024
 """Answers up to this length get their number of steps from its exact law, longer ones from the
 normal law with the same mean and variance."""
+KINDS: Final = 8
+"""Groups into which measured requests are put by their acceptance."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,11 @@ class Engine:
         costs: of its steps.
         reached: entry j - 1 is the share of steps whose accepted path reached depth j; empty for
             plain decoding. A chain of that many guesses is checked per step.
+        mix: the same for kinds of requests, of which each is as frequent: text to be copied is
+            guessed well and other text is not, and the median request is neither the mean one.
+            Empty where all are alike; see `kinds`.
+        guessed: guesses of a step over its depth: below 1 for a drafter that has none in many
+            steps, above it for trees.
         adaptive: per batch size, guess only as deep as pays by the costs.
         slots: sequences at once.
         chunk, busy_chunk: prompt tokens per step, alone and while others decode.
@@ -97,6 +104,8 @@ class Engine:
 
     costs: Costs
     reached: tuple[float, ...] = ()
+    mix: tuple[tuple[float, ...], ...] = ()
+    guessed: float = 1.0
     adaptive: bool = True
     slots: int = 16
     chunk: int = 256
@@ -104,14 +113,17 @@ class Engine:
     step_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        falling = all(a >= b for a, b in pairwise(self.reached))
-        if not falling or not all(0 <= share <= 1 for share in self.reached):
-            raise InvalidParameter(
-                f"acceptance {self.reached} must lie in [0, 1] and not rise with the depth"
-            )
+        for reached in (self.reached, *self.mix):
+            falling = all(a >= b for a, b in pairwise(reached))
+            if not falling or not all(0 <= share <= 1 for share in reached):
+                raise InvalidParameter(
+                    f"acceptance {reached} must lie in [0, 1] and not rise with the depth"
+                )
+        if not self.guessed >= 0:
+            raise InvalidParameter(f"guessed is {self.guessed}; it is at least 0")
         if min(self.slots, self.chunk, self.busy_chunk) < 1:
             raise InvalidParameter("slots and chunks are at least 1")
-        most = self.slots * (1 + len(self.reached))
+        most = self.rows(self.slots, len(self.reached))
         if self.step_tokens is not None and self.step_tokens <= most:
             raise InvalidParameter(
                 f"a step of {self.step_tokens} tokens leaves prompts no room beside {self.slots} "
@@ -121,7 +133,11 @@ class Engine:
     @property
     def plain(self) -> Engine:
         """The same without guesses."""
-        return replace(self, reached=())
+        return replace(self, reached=(), mix=())
+
+    def rows(self, sequences: int, depth: int) -> int:
+        """Rows of a step with so many sequences that guess so deep."""
+        return math.ceil(sequences * (1 + depth * self.guessed))
 
     def depth(self, sequences: int) -> int:
         """Guesses per sequence in a step with that many."""
@@ -132,7 +148,7 @@ class Engine:
     def room(self, sequences: int, *, depth: int) -> int:
         """Prompt tokens of a step beside so many sequences that decode."""
         if self.step_tokens is not None:
-            return self.step_tokens - sequences * (1 + depth)
+            return self.step_tokens - self.rows(sequences, depth)
         return self.busy_chunk if sequences else self.chunk
 
     def rate(self, sequences: int, depth: int) -> float:
@@ -145,7 +161,7 @@ class Engine:
 
     def step_ms(self, sequences: int, *, depth: int, prompt_rows: int = 0) -> float:
         """Of a step."""
-        rows = sequences * (1 + depth) + prompt_rows
+        rows = self.rows(sequences, depth) + prompt_rows
         beside = self.costs.host_ms + self.costs.sequence_ms * sequences
         return self.costs.verify(rows) + beside + self.costs.draft(sequences, depth)
 
@@ -324,6 +340,36 @@ def _read(reading: deque[list[int]], chunk: int, ready: list[int]) -> int:
     return rows
 
 
+def kinds(accepted: Sequence[Sequence[int]], steps: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    """Requests in groups of about equal size, from the least to the most accepted; what each group
+    accepts, for `Engine.mix`.
+
+    Args:
+        accepted: by request: entry j - 1 counts steps whose accepted path reached depth j.
+        steps: by request: those that gave a token.
+    """
+    order = sorted(range(len(steps)), key=lambda i: sum(accepted[i]) / max(steps[i], 1))
+    found = []
+    for group in np.array_split(order, min(KINDS, len(order)) or 1):
+        total = sum(steps[i] for i in group) or 1
+        depth = max((len(accepted[i]) for i in group), default=0)
+        counts = [sum(accepted[i][j] for i in group if j < len(accepted[i])) for j in range(depth)]
+        found.append(tuple(count / total for count in counts if count))
+    return tuple(found)
+
+
+def work_of(tokens: Ints, engine: Engine, rng: np.random.Generator) -> Array:
+    """Steps until so many tokens behind the first are out, for each request; its kind is drawn."""
+    if not engine.mix:
+        return steps_needed(tokens, engine.reached, rng)
+    kind = rng.integers(len(engine.mix), size=len(tokens))
+    work = np.zeros(len(tokens))
+    for number, reached in enumerate(engine.mix):
+        own = kind == number
+        work[own] = steps_needed(tokens[own], reached, rng)
+    return work
+
+
 def steps_needed(tokens: Ints, reached: Sequence[float], rng: np.random.Generator) -> Array:
     """Steps until so many tokens behind the first are out, drawn for each request.
 
@@ -381,7 +427,7 @@ def simulate(traffic: Traffic, engine: Engine, *, replicas: int = 1) -> Outcome:
     gaps = rng.gamma(1 / traffic.burstiness, traffic.burstiness, n) * 1000 / traffic.rate
     arrivals = np.cumsum(gaps)
     prompts, outputs = traffic.prompt.draw(n, rng), traffic.output.draw(n, rng)
-    work = steps_needed(outputs - 1, engine.reached, rng)
+    work = work_of(outputs - 1, engine, rng)
     first, last = np.zeros(n), np.zeros(n)
     busy, steps, decoded = 0.0, 0, 0
     for replica in range(min(replicas, n)):

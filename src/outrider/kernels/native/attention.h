@@ -24,9 +24,9 @@ INLINE int cache_row(const Path& path, int position) {
 
 // One head of one row.
 struct Pair {
-  const uint16_t* query;  // [head_dim] bf16, scaled
-  float* out;             // [head_dim]
-  float* scores;          // [visible rounded up to 16]; later bf16 weights at the same place
+  const Factor* query;  // [head_dim], scaled
+  float* out;           // [head_dim]
+  float* scores;        // [visible rounded up to 16]; later weights, as factors, at the same place
   Path path;
   int row;
 };
@@ -73,7 +73,7 @@ INLINE void score(const Pair* pair, const uint16_t* keys, int head_dim, int posi
   for (int h = 0; h < head_dim; h += 2) {
     I k = i_load(keys + (size_t)h * kLanes);
 #pragma GCC unroll 8
-    for (int i = 0; i < P; i++) sum[i] = dot_bf16(sum[i], load_i32(pair[i].query + h), k);
+    for (int i = 0; i < P; i++) sum[i] = dot_factors(sum[i], pair[i].query + h, k);
   }
   for (int i = 0; i < P; i++) f_store(pair[i].scores + position, sum[i]);
 }
@@ -101,7 +101,7 @@ inline float soften(float* scores, int visible) {
   F best = f_load(scores);
   for (int i = kLanes; i < padded; i += kLanes) best = f_max(best, f_load(scores + i));
   F most = f_set(reduce_max(best)), sum = f_zero();
-  uint16_t* weights = reinterpret_cast<uint16_t*>(scores);  // behind what is still to be read
+  Factor* weights = reinterpret_cast<Factor*>(scores);  // behind what is still to be read
   for (int i = 0; i < padded; i += kLanes) {
     I rounded = to_bf16(f_exp(f_sub(f_load(scores + i), most)));
     if (i + kLanes > visible) {
@@ -111,7 +111,7 @@ inline float soften(float* scores, int visible) {
       rounded = i_load(lane);
     }
     sum = f_add(sum, as_f(i_shl<16>(rounded)));
-    i_store_words(weights + i, rounded);
+    store_factors(weights + i, rounded);
   }
   return 1.0f / reduce_add(sum);
 }
@@ -142,8 +142,8 @@ INLINE void load_values(const uint16_t* even, const uint16_t* odd, I* x) {
   for (int v = 0; v < V; v++) x[v] = value_pairs(even + v * kLanes, odd + v * kLanes);
 }
 
-INLINE int32_t weight_pair(const Pair& pair, int position) {
-  return load_i32(reinterpret_cast<const uint16_t*>(pair.scores) + position);
+INLINE const Factor* weights_at(const Pair& pair, int position) {
+  return reinterpret_cast<const Factor*>(pair.scores) + position;
 }
 
 // out += weight * value for cache rows [0, end), end even, V * 16 lanes of the head, P pairs.
@@ -158,9 +158,9 @@ INLINE void mix(const Pair* pair, const uint16_t* values, int head_dim, int lane
     load_values<V>(value, value + head_dim, x);
 #pragma GCC unroll 8
     for (int i = 0; i < P; i++) {
-      int32_t weights = weight_pair(pair[i], row);
+      const Factor* weights = weights_at(pair[i], row);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) sum[i][v] = dot_bf16(sum[i][v], weights, x[v]);
+      for (int v = 0; v < V; v++) sum[i][v] = dot_factors(sum[i][v], weights, x[v]);
     }
   }
   for (int i = 0; i < P; i++)
@@ -181,10 +181,10 @@ inline void mix_path(const Pair& pair, const uint16_t* values, int head_dim, int
     bool whole = p + 1 < pair.path.visible;
     const uint16_t* even = values + (size_t)cache_row(pair.path, p) * head_dim;
     const uint16_t* odd = whole ? values + (size_t)cache_row(pair.path, p + 1) * head_dim : nothing;
-    int32_t weights = weight_pair(pair, p);
+    const Factor* weights = weights_at(pair, p);
     for (int lane = 0; lane < head_dim; lane += kLanes) {
       I x = value_pairs(even + lane, whole ? odd + lane : nothing);
-      f_store(pair.out + lane, dot_bf16(f_load(pair.out + lane), weights, x));
+      f_store(pair.out + lane, dot_factors(f_load(pair.out + lane), weights, x));
     }
   }
 }

@@ -208,9 +208,10 @@ struct Worker {
       if (layer.rotate) rotate(x, pass.cosine + at, pass.sine + at, half);
     }
     if (query) {
-      uint16_t* rounded = reinterpret_cast<uint16_t*>(x);  // in place; behind what is yet to be read
+      Factor* query_factors = reinterpret_cast<Factor*>(x);  // in place; behind what is yet to be read
       for (int i = 0; i < dim; i += kLanes)
-        f_store_bf16(rounded + i, f_mul(f_load(x + i), f_set(model.attention_scale)));
+        store_factors(query_factors + i,
+                      to_bf16(f_mul(f_load(x + i), f_set(model.attention_scale))));
       return;
     }
     const outrider::Segment& segment = pass.segment[path.segment];
@@ -232,7 +233,7 @@ struct Worker {
       int head = tile.kv_head * group + (tile.first + i) % group;
       const outrider::RowPath& path = job.path[row];
       const float* query = job.qkv + ((size_t)row * (model.heads + 2 * model.kv_heads) + head) * dim;
-      pair[i].query = reinterpret_cast<const uint16_t*>(query);
+      pair[i].query = reinterpret_cast<const Factor*>(query);
       pair[i].out = job.mixed + ((size_t)row * model.heads + head) * dim;
       pair[i].scores = mine.scores + i * stride;
       pair[i].path = {path.visible, path.plain, path.past};

@@ -239,16 +239,34 @@ INLINE I dot_offset(I sum, I x, I q) {
 #endif
 
 // --- bf16 pairs: sum += x[0] * w[0] + x[1] * w[1] -------------------------------------------------
+// `Factor` holds a bf16 number that is used again and again as x: as it is where the processor
+// multiplies bf16, and as fp32 where its products are made of fp32 ones.
 #if defined(__AVX512BF16__)
+using Factor = uint16_t;
+
 INLINE F dot_bf16(F sum, int32_t x, I w) {
   return _mm512_dpbf16_ps(sum, (__m512bh)i_set(x), (__m512bh)w);
 }
+
+INLINE F dot_factors(F sum, const Factor* x, I w) { return dot_bf16(sum, load_i32(x), w); }
+
+INLINE void store_factors(Factor* p, I rounded) { i_store_words(p, rounded); }
 #else
+using Factor = float;
+
+INLINE F low_half(I pair) { return as_f(i_shl<16>(pair)); }
+INLINE F high_half(I pair) { return as_f(i_and(pair, i_set((int32_t)0xffff0000u))); }
+
 INLINE F dot_bf16(F sum, int32_t x, I w) {
-  I pair = i_set(x), high = i_set((int32_t)0xffff0000u);
-  sum = f_fma(as_f(i_shl<16>(pair)), as_f(i_shl<16>(w)), sum);
-  return f_fma(as_f(i_and(pair, high)), as_f(i_and(w, high)), sum);
+  I pair = i_set(x);
+  return f_fma(high_half(pair), high_half(w), f_fma(low_half(pair), low_half(w), sum));
 }
+
+INLINE F dot_factors(F sum, const Factor* x, I w) {
+  return f_fma(f_set(x[1]), high_half(w), f_fma(f_set(x[0]), low_half(w), sum));
+}
+
+INLINE void store_factors(Factor* p, I rounded) { f_store(p, low_half(rounded)); }
 #endif
 
 }  // namespace
