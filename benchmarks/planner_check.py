@@ -3,6 +3,8 @@
 The engine's costs by rows are measured first, in steps of real requests at several concurrencies;
 then requests arrive at random while the engine runs, and the planner is given the same arrivals,
 prompts and answer lengths with those costs. Plain decoding, and suffix drafts with a fixed budget.
+Where the machine is not the same from minute to minute, costs measured before do not hold later;
+so every cell also says how far off the plan would have been with the costs of its own steps.
 
     python benchmarks/planner_check.py --json FILE
 """
@@ -20,7 +22,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +97,13 @@ def run(
 
 
 def costs_of(steps: Sequence[StepRecord]) -> planner.Costs:
-    """Medians of what steps of about so many rows took; drafting counts as the host's."""
+    """Means of what steps of about so many rows took (an answer's time is their sum, slow ones and
+    all); drafting counts as the host's."""
     found: dict[int, list[StepRecord]] = defaultdict(list)
     for step in steps:
         found[bisect_left(KNOTS, step.rows)].append(step)
     table = {
-        round(statistics.mean(s.rows for s in near)): statistics.median(
+        round(statistics.mean(s.rows for s in near)): statistics.mean(
             s.verify_ms + s.host_ms + s.draft_ms for s in near
         )
         for near in found.values()
@@ -173,6 +176,10 @@ def simulated(requests: Sequence[Request], engine: planner.Engine) -> dict[str, 
     return planned(sent, engine)
 
 
+def ratios(planned: dict[str, float], real: dict[str, float]) -> dict[str, float]:
+    return {name: round(planned[name] / real[name], 3) for name in real}
+
+
 def compared(
     real: dict[str, float], planned: dict[str, float], costs: planner.Costs
 ) -> dict[str, Any]:
@@ -180,7 +187,7 @@ def compared(
     return {
         "served": {name: round(value, 2) for name, value in real.items()},
         "planned": {name: round(value, 2) for name, value in planned.items()},
-        "planned_over_served": {n: round(planned[n] / real[n], 3) for n in real},
+        "planned_over_served": ratios(planned, real),
         "verify_ms": {rows: round(ms, 2) for rows, ms in costs.verify_ms.items()},
         "sequence_ms": round(costs.sequence_ms, 3),
     }
@@ -215,13 +222,16 @@ def check(
     cells = []
     for rate in map(float, options.rates.split(",")):
         requests = arrivals(supply, count=options.requests, rate=rate, seed=int(10 * rate))
-        run(engine_of(model), requests, drafter=drafter, tokens=options.max_tokens)
+        own = run(engine_of(model), requests, drafter=drafter, tokens=options.max_tokens)
         ends = [
             (r.arrival, r.first, r.last, len(r.done.tokens)) for r in requests if r.done is not None
         ]
         cell: dict[str, Any] = {"drafter": drafter, "rate": rate}
         cell |= {"accepted": planned_engine.reached, "guessed": planned_engine.guessed}
-        cell |= compared(figures(ends), simulated(requests, planned_engine), costs)
+        real = figures(ends)
+        cell |= compared(real, simulated(requests, planned_engine), costs)
+        same = replace(planned_engine, costs=costs_of(own))
+        cell["by_its_own_costs"] = ratios(simulated(requests, same), real)
         print(json.dumps(cell), flush=True)
         cells.append(cell)
     return cells
@@ -246,6 +256,10 @@ def verdict(
     }
     told = ", ".join(f"{name} {value:.1%}" for name, value in worst.items())
     print(f"off by at most: {told} (bar {BAR:.0%}, judged by the median TPOT)")
+    own = [cell["by_its_own_costs"] for cell in cells if "by_its_own_costs" in cell]
+    if own:
+        told = ", ".join(f"{n} {max(abs(c[n] - 1) for c in own):.1%}" for n in own[0])
+        print(f"with the costs of the same minutes: {told}")
     if path is not None:
         document = {"manifest": manifest.finish().to_dict(), "load_before": before, "cells": cells}
         write_json(path, document)

@@ -19,10 +19,12 @@ from outrider.rollout.planner import (
     Traffic,
     crossover,
     fewest,
+    kinds,
     plan,
     serve,
     simulate,
     steps_needed,
+    work_of,
 )
 
 COSTS = Costs({1: 4.5, 8: 5.3, 16: 8.0, 32: 14.0}, host_ms=0.4, draft_base_ms=0.3)
@@ -218,3 +220,29 @@ def test_the_command_takes_a_replay(tmp_path, capsys):
     code, shown = command(capsys, *words, "--drafter", "eagle")
     assert code == 2 and "suffix" in shown.err
     assert command(capsys, *words)[0] == 2
+
+
+def test_requests_of_different_kinds_need_their_own_steps():
+    engine = Engine(COSTS, (0.5,), mix=((), (1.0,)))
+    work = work_of(np.full(400, 20), engine, np.random.default_rng(0))
+    assert set(work) == {10.0, 20.0}
+    assert 150 < (work == 10).sum() < 250
+    assert (work_of(np.full(5, 20), engine.plain, np.random.default_rng(0)) == 20).all()
+
+
+def test_kinds_are_groups_by_what_was_accepted():
+    assert kinds([[8, 4], [], [2]], [10, 10, 10]) == ((), (0.2,), (0.8, 0.4))
+    many = kinds([[n] for n in range(100)], [100] * 100)
+    assert len(many) == 8
+    assert [round(share, 2) for (share,) in many][::7] == [0.06, 0.94]
+    assert kinds([], []) == ((),)
+
+
+def test_guesses_that_are_not_always_made_take_fewer_rows():
+    half, all_of_them = Engine(COSTS, (0.7, 0.5), guessed=0.5), Engine(COSTS, (0.7, 0.5))
+    assert (half.rows(4, 2), all_of_them.rows(4, 2)) == (8, 12)
+    assert half.step_ms(4, depth=2) < all_of_them.step_ms(4, depth=2)
+    with pytest.raises(InvalidParameter, match="guessed"):
+        Engine(COSTS, (0.7,), guessed=-1.0)
+    with pytest.raises(InvalidParameter, match="acceptance"):
+        Engine(COSTS, (0.7,), mix=((0.2, 0.4),))
