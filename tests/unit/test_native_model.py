@@ -128,9 +128,11 @@ def twin_logits(config: ModelConfig, precision: Precision, path: tuple[int, ...]
             )
         q = (q * config.attention_scale).bfloat16().float()
         k, v = (t.bfloat16().float().repeat_interleave(group, 1) for t in (k, v))
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, scale=1.0
-        )
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(1, 2)).masked_fill(hidden, float("-inf"))
+        weights = (scores - scores.amax(-1, keepdim=True)).exp().bfloat16().float()
+        mixed = (weights @ v) / weights.sum(-1, keepdim=True)
         x = x + linear(mixed.transpose(0, 1).reshape(rows, -1), f"{layer}self_attn.o_proj")
         y = norm(x, f"{layer}post_attention_layernorm")
         names = ["gate_up"] if config.fused_names else ["gate", "up"]
@@ -152,7 +154,7 @@ def test_a_pass_equals_its_twin(name: str, precision: Precision, isa: str) -> No
     (got,) = logits_of(model, model.new_cache(slots=1, length=32), Segment(0, path[:9], tree))
     want = twin_logits(config, precision, path)[9:]
     # roundings to few bits turn a last-bit difference into a whole step now and then
-    assert (got - want).abs().mean() < {"fp32": 0.005, "bf16": 0.01}.get(precision, 0.03)
+    assert (got - want).abs().mean() < {"fp32": 0.002, "bf16": 0.01}.get(precision, 0.03)
     assert F.cosine_similarity(got, want).min() > (0.9995 if precision == "fp32" else 0.998)
 
 
