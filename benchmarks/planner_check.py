@@ -112,31 +112,12 @@ def costs_of(steps: Sequence[StepRecord]) -> planner.Costs:
     return planner.Costs(table)
 
 
-def reached(requests: Sequence[Request]) -> tuple[float, ...]:
-    """The share of steps that accepted 1, 2, ... guesses or more."""
-    steps = [s for r in requests if r.done for s in r.done.steps if s.emitted]
-    return tuple(count / len(steps) for count in depths(steps))
-
-
-def depths(steps: Sequence[StepRecord]) -> list[int]:
-    """Steps that accepted 1, 2, ... guesses or more."""
-    counts = [sum(s.accepted >= j for s in steps) for j in range(1, DEPTH + 1)]
-    return [count for count in counts if count]
-
-
-def speculative(requests: Sequence[Request], costs: planner.Costs) -> planner.Engine:
-    """The planner's engine, by what these requests accepted, each of them and together."""
+def acceptance(requests: Sequence[Request]) -> planner.Acceptance:
+    """What these requests accepted, each of them and together."""
     each = [[s for s in r.done.steps if s.emitted] for r in requests if r.done]
-    steps = [step for own in each for step in own]
-    accepted = reached(requests)
-    return planner.Engine(
-        costs,
-        accepted,
-        mix=planner.kinds([depths(own) for own in each], [len(own) for own in each]),
-        guessed=sum(s.proposed for s in steps) / len(steps) / max(len(accepted), 1),
-        adaptive=False,
-        slots=SLOTS,
-    )
+    accepted = [[sum(s.accepted >= j for s in own) for j in range(1, DEPTH + 1)] for own in each]
+    rows = statistics.mean(1 + s.proposed for own in each for s in own)
+    return planner.acceptance(accepted, [len(own) for own in each], rows_per_step=rows)
 
 
 def figures(requests: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
@@ -216,9 +197,8 @@ def check(
         )
         learnt += requests
     costs = costs_of(steps)
-    planned_engine = planner.Engine(costs, slots=SLOTS)
-    if drafter != "none":
-        planned_engine = speculative(learnt, costs)
+    guesses = planner.Acceptance() if drafter == "none" else acceptance(learnt)
+    planned_engine = planner.Engine(costs, *guesses, adaptive=False, slots=SLOTS)
     cells = []
     for rate in map(float, options.rates.split(",")):
         requests = arrivals(supply, count=options.requests, rate=rate, seed=int(10 * rate))

@@ -222,6 +222,24 @@ def test_the_command_takes_a_replay(tmp_path, capsys):
     assert command(capsys, *words)[0] == 2
 
 
+def test_the_command_takes_a_replays_requests(tmp_path, capsys):
+    accepted = ([0, 0], [40, 20], [10])
+    requests = [{"accepted_by_position": counts, "target_steps": 50} for counts in accepted]
+    prediction = {"drafter": "suffix", "rows_per_step": 2.5, "requests": requests}
+    report = {"costs": {"verify_ms": {"1": 4.5, "8": 5.3}}, "predictions": [prediction]}
+    path, out = tmp_path / "replay.json", tmp_path / "plan.json"
+    words = ("--costs", str(path), "--rate", "1", "--requests", "200", "--drafter", "suffix")
+    path.write_text(json.dumps(report))
+    assert command(capsys, *words, "--json", str(out))[0] == 0
+    engine = json.loads(out.read_text())["engine"]
+    assert engine["reached"] == [50 / 150, 20 / 150] and engine["guessed"] == 0.75
+    assert engine["mix"] == [[], [0.2], [0.8, 0.4]]
+    del requests[0]["target_steps"]
+    path.write_text(json.dumps(report))
+    code, shown = command(capsys, *words)
+    assert code == 2 and "target_steps" in shown.err
+
+
 def test_requests_of_different_kinds_need_their_own_steps():
     engine = Engine(COSTS, (0.5,), mix=((), (1.0,)))
     work = work_of(np.full(400, 20), engine, np.random.default_rng(0))

@@ -15,7 +15,7 @@ from outrider.cli.session import Session
 from outrider.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from outrider.rollout.planner import Costs, Outcome, Plan
+    from outrider.rollout.planner import Acceptance, Costs, Outcome, Plan
 
 
 def plan(
@@ -71,12 +71,9 @@ def plan(
     if json_file is not None:
         options.check_writable(json_file)
     document = _document(costs)
-    reached, mix, guessed = _acceptance(document, drafter, acceptance, costs)
     engine = planner.Engine(
         _costs(document, drafter, draft_ms, costs),
-        reached,
-        mix=mix,
-        guessed=guessed,
+        *_acceptance(document, drafter, acceptance, costs),
         adaptive=not fixed,
         slots=slots,
         chunk=chunk,
@@ -121,14 +118,13 @@ def _prediction(document: Mapping[str, Any], drafter: str, path: Path) -> Mappin
 
 def _acceptance(
     document: Mapping[str, Any], drafter: str | None, given: str | None, path: Path
-) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], float]:
-    """The share of all steps that accept 1, 2, ... guesses or more, of all requests and of kinds
-    of them; and the guesses of a step over its depth."""
-    from outrider.rollout.planner import kinds
+) -> Acceptance:
+    """As the flags give it, or as a replay measured it."""
+    from outrider.rollout.planner import Acceptance, acceptance
 
     if given is not None:
         try:
-            return tuple(float(part) for part in given.split(",")), (), 1.0
+            return Acceptance(tuple(float(part) for part in given.split(",")))
         except ValueError:
             raise InvalidParameter(
                 f"--acceptance {given!r} is no list of shares, such as 0.7,0.5,0.35"
@@ -137,16 +133,16 @@ def _acceptance(
         raise InvalidParameter("give --acceptance, or --drafter of a replay's file")
     prediction = _prediction(document, drafter, path)
     requests = prediction.get("requests", ())
-    accepted = [r["accepted_by_position"] for r in requests]
-    depth = max(map(len, accepted), default=0)
-    totals = [sum(c[j] for c in accepted if j < len(c)) for j in range(depth)]
-    steps = prediction.get("steps") or 1
-    shares = [total / steps for total in totals] or prediction.get("by_position", [])
-    reached = tuple(share for share in shares if share > 0)
-    each = [r.get("target_steps") for r in requests]
-    mix = kinds(accepted, each) if each and all(each) else ()
-    rows = prediction.get("rows_per_step")
-    return reached, mix, (rows - 1) / len(reached) if rows and reached else 1.0
+    if not requests:
+        return Acceptance(tuple(share for share in prediction.get("by_position", ()) if share > 0))
+    try:
+        accepted = [request["accepted_by_position"] for request in requests]
+        steps = [request["target_steps"] for request in requests]
+        return acceptance(accepted, steps, rows_per_step=prediction["rows_per_step"])
+    except KeyError as fault:
+        raise InvalidParameter(
+            f"--costs {path}: {drafter} has no {fault}; let `outrider replay --json` write it"
+        ) from None
 
 
 def _costs(

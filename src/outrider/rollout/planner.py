@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
-from typing import Any, Final
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,8 +91,8 @@ class Engine:
         reached: entry j - 1 is the share of steps whose accepted path reached depth j; empty for
             plain decoding. A chain of that many guesses is checked per step.
         mix: the same for kinds of requests, of which each is as frequent: text to be copied is
-            guessed well and other text is not, and the median request is neither the mean one.
-            Empty where all are alike; see `kinds`.
+            guessed well and other text is not, and the median request is not the mean one. Empty
+            where all are alike; see `kinds`.
         guessed: guesses of a step over its depth: below 1 for a drafter that has none in many
             steps, above it for trees.
         adaptive: per batch size, guess only as deep as pays by the costs.
@@ -340,22 +340,42 @@ def _read(reading: deque[list[int]], chunk: int, ready: list[int]) -> int:
     return rows
 
 
-def kinds(accepted: Sequence[Sequence[int]], steps: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    """Requests in groups of about equal size, from the least to the most accepted; what each group
-    accepts, for `Engine.mix`.
+class Acceptance(NamedTuple):
+    """How requests were guessed, in the order in which an engine takes it: ``Engine(costs,
+    *acceptance)``. See `Engine` for the parts."""
+
+    reached: tuple[float, ...] = ()
+    mix: tuple[tuple[float, ...], ...] = ()
+    guessed: float = 1.0
+
+
+def acceptance(
+    accepted: Sequence[Sequence[int]], steps: Sequence[int], *, rows_per_step: float
+) -> Acceptance:
+    """What measured requests tell.
 
     Args:
         accepted: by request: entry j - 1 counts steps whose accepted path reached depth j.
         steps: by request: those that gave a token.
+        rows_per_step: root and guesses, mean over all of these steps.
     """
+    reached = _pooled(accepted, steps)
+    guessed = (rows_per_step - 1) / len(reached) if reached else 1.0
+    return Acceptance(reached, kinds(accepted, steps), guessed)
+
+
+def kinds(accepted: Sequence[Sequence[int]], steps: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    """Requests in groups of about equal size, from the least to the most accepted; what each group
+    accepts, for `Engine.mix`. Arguments as of `acceptance`."""
     order = sorted(range(len(steps)), key=lambda i: sum(accepted[i]) / max(steps[i], 1))
-    found = []
-    for group in np.array_split(order, min(KINDS, len(order)) or 1):
-        total = sum(steps[i] for i in group) or 1
-        depth = max((len(accepted[i]) for i in group), default=0)
-        counts = [sum(accepted[i][j] for i in group if j < len(accepted[i])) for j in range(depth)]
-        found.append(tuple(count / total for count in counts if count))
-    return tuple(found)
+    groups = np.array_split(order, min(KINDS, len(order)) or 1)
+    return tuple(_pooled([accepted[i] for i in g], [steps[i] for i in g]) for g in groups)
+
+
+def _pooled(accepted: Sequence[Sequence[int]], steps: Sequence[int]) -> tuple[float, ...]:
+    """The share of all steps that reached each depth, down to the last that any reached."""
+    counts = (sum(column) for column in zip_longest(*accepted, fillvalue=0))
+    return tuple(count / sum(steps) for count in counts if count)
 
 
 def work_of(tokens: Ints, engine: Engine, rng: np.random.Generator) -> Array:

@@ -235,7 +235,7 @@ def _settings(place: Place, limits: Limits, tls: Tls | None) -> uvicorn.Config:
         http=BoundedHttp,
         ws="none",
         lifespan="off",
-        loop="asyncio",
+        loop="none",  # the one that is running
         log_config=None,
         access_log=False,
         server_header=False,

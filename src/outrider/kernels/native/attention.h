@@ -101,7 +101,7 @@ inline float soften(float* scores, int visible) {
   F best = f_load(scores);
   for (int i = kLanes; i < padded; i += kLanes) best = f_max(best, f_load(scores + i));
   F most = f_set(reduce_max(best)), sum = f_zero();
-  Factor* weights = reinterpret_cast<Factor*>(scores);  // behind what is still to be read
+  Factor* weights = reinterpret_cast<Factor*>(scores);  // in place, over what has been read
   for (int i = 0; i < padded; i += kLanes) {
     I rounded = to_bf16(f_exp(f_sub(f_load(scores + i), most)));
     if (i + kLanes > visible) {

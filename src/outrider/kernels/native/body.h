@@ -208,10 +208,10 @@ struct Worker {
       if (layer.rotate) rotate(x, pass.cosine + at, pass.sine + at, half);
     }
     if (query) {
-      Factor* query_factors = reinterpret_cast<Factor*>(x);  // in place; behind what is yet to be read
+      Factor* factors = reinterpret_cast<Factor*>(x);  // in place, over what has been read
+      F scale = f_set(model.attention_scale);
       for (int i = 0; i < dim; i += kLanes)
-        store_factors(query_factors + i,
-                      to_bf16(f_mul(f_load(x + i), f_set(model.attention_scale))));
+        store_factors(factors + i, to_bf16(f_mul(f_load(x + i), scale)));
       return;
     }
     const outrider::Segment& segment = pass.segment[path.segment];
